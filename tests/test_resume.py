@@ -28,10 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core import Batch, sample_keys
+from posthoc_uq.core import Batch, count_samples, sample_keys
 from posthoc_uq.curvature import DataHash, batch_hash
 from posthoc_uq.files import SNAPSHOT_MAGIC
-from posthoc_uq.layers import count_samples
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.methods import Checkpoint, identified, read_snapshot, write_snapshot
 from posthoc_uq.trained import contexts

@@ -20,8 +20,8 @@ OFFERED = {
     "records": "Name Record among validate_record",
     # loaders are read; `explained` shows a batch that a model cannot be run on
     "batches": (
-        "Bar Batch BatchReader as_targets batches_of_call check_loader check_reusable explained holds_samples "
-        "known_length"
+        "Bar Batch BatchReader as_targets batches_of_call check_loader check_reusable count_samples explained "
+        "holds_samples known_length"
     ),
     # which part of what a model returns its outputs are
     "outputs": "Output OutputChoice checked_output chosen_in guessed_choice output_tensor with_choice",

@@ -1118,6 +1118,27 @@ class _Ids(TorchFunctionMode):
             )
 
 
+def count_samples(batch: Batch) -> int:
+    """Samples in a batch: the first dimension of its first input tensor.
+
+    Raises:
+        PosthocUQError: there is no such tensor, or it is empty.
+    """
+    for tensor in batch.tensors:
+        if tensor.ndim > 0 and tensor.shape[0] > 0:
+            return tensor.shape[0]
+    makes = (
+        "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
+    )
+    if whole_mapping(batch):
+        raise PosthocUQError(f"The model was given a mapping as its argument. {NAMED}")
+    advice = "" if batch.tensors else f"; {makes}"
+    raise PosthocUQError(
+        f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
+        f"{describe_batch(batch)}{advice}."
+    )
+
+
 def describe_batch(batch: Batch) -> str:
     """Type and shape of every argument of a model, such as ``float32 (8, 3, 32, 32)``."""
     named = [f"{name}={form_of(value)}" for name, value in batch.kwargs.items()]

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
@@ -18,7 +18,7 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.capture import is_lookup_of
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
-from posthoc_uq.layers.proof import Prepared, count_samples, first_samples
+from posthoc_uq.layers.proof import Prepared, first_samples
 from posthoc_uq.layers.rules import AffineCall, LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 

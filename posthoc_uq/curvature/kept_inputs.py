@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, holds_samples
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, count_samples, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
 from posthoc_uq.core.randomness import sample_keys, share_of
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import counts
 

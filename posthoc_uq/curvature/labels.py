@@ -10,10 +10,9 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader
 
-from posthoc_uq.core.batches import Batch, BatchReader, Readings, known_length
+from posthoc_uq.core.batches import Batch, BatchReader, Readings, count_samples, known_length
 from posthoc_uq.core.distributed import gather, own_samples, sampler_of
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Fisher, Likelihood
 
 FisherChoice = Literal["auto", "mc", "exact", "empirical"]

@@ -18,6 +18,7 @@ from posthoc_uq.core.batches import (
     Batch,
     BatchReader,
     batches,
+    count_samples,
     explained,
     holds_samples,
 )
@@ -31,7 +32,6 @@ from posthoc_uq.curvature.kept_inputs import Part, Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, chunks, separate_positions, weighted
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.layers.sample_gradients import numbers_of
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood

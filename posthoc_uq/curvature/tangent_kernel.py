@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch, explained
+from posthoc_uq.core.batches import Batch, count_samples, explained
 from posthoc_uq.core.devices import as_double, full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers.capture import Capture, LayerGradients, TrackedLayer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.layers.proof import count_samples
 
 MAX_GRADIENT_BYTES = (
     4 * 2**30

@@ -22,6 +22,7 @@ from posthoc_uq.core.batches import (
     batches,
     check_loader,
     check_reusable,
+    count_samples,
 )
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
@@ -34,7 +35,6 @@ from posthoc_uq.fitting.faithful import model_of, rows_named
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
     JOINT,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch, holds_samples
+from posthoc_uq.core.batches import Batch, count_samples, holds_samples
 from posthoc_uq.core.devices import as_double, full_precision, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -28,7 +28,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
-from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
+from posthoc_uq.layers.proof import PROBE_SAMPLES
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts

@@ -11,10 +11,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import DECODER_INPUTS, LOADER, Batch, explained, lacks_decoder_inputs
+from posthoc_uq.core.batches import (
+    DECODER_INPUTS,
+    LOADER,
+    Batch,
+    count_samples,
+    explained,
+    lacks_decoder_inputs,
+)
 from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
-from posthoc_uq.layers.proof import Prepared, count_samples, in_unit_interval
+from posthoc_uq.layers.proof import Prepared, in_unit_interval
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
 from posthoc_uq.likelihoods.weights import layout_of

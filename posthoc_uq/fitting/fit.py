@@ -25,6 +25,7 @@ from posthoc_uq.core.batches import (
     Readings,
     check_loader,
     check_reusable,
+    count_samples,
     described_inputs,
     explained,
 )
@@ -80,7 +81,7 @@ from posthoc_uq.fitting.prior import (
 )
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
+from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, prepare
 from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.methods.checkpoint import (

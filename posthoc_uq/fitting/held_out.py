@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_reusable
+from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_reusable, count_samples
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -20,7 +20,6 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.fitting.faithful import Score, backward_dominates, model_of, scale_width, width_parameter_of
 from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.history import Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
-from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_loader
+from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_loader, count_samples
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
@@ -26,7 +26,7 @@ from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import model_of
-from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.proof import prepare
 from posthoc_uq.posteriors.history import LeaveOneOut, LeftOutRecord
 from posthoc_uq.posteriors.posterior import Posterior
 

@@ -16,7 +16,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
@@ -24,7 +24,6 @@ from posthoc_uq.core.progress import Progress, count_progress
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 from posthoc_uq.fitting.wrap import wrap
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods import Method
 from posthoc_uq.methods.task import Task

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.core.batches import Batch, holds_samples
+from posthoc_uq.core.batches import Batch, count_samples, holds_samples
 from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import check_refused
 from posthoc_uq.core.model import jvp
@@ -31,7 +31,6 @@ from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.frozen import called
 from posthoc_uq.layers.layer import Call
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LogitCovariance, MatrixProduct, OutputGaussian
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import Mode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import full_precision, temporary_bytes
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
@@ -32,7 +32,6 @@ from posthoc_uq.heads.predictor import GaussianPredictor, KeyedCache, check_fini
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
 from posthoc_uq.likelihoods.labels import novelty_at

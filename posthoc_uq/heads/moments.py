@@ -12,7 +12,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.core.batches import (
+    Bar,
+    Batch,
+    BatchFunction,
+    BatchReader,
+    batches,
+    check_loader,
+    count_samples,
+)
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -26,7 +34,6 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.likelihoods.weights import counted_positions

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import TEMPORARY_BYTES, without_autocast
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import model_device, statistics_dtype
@@ -25,7 +25,6 @@ from posthoc_uq.heads.jacobians import (
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.prediction import Unread
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
 

@@ -9,7 +9,7 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import RULES, Call, Layer, LayerRule, describe, fits
 from posthoc_uq.layers.operands import Geometry, IdentityRows, OneHotRows, Operand, Patches, Rows, Unfolding
-from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.proof import prepare
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, affine_call, register
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "Rows",
     "Unfolding",
     "affine_call",
-    "count_samples",
     "describe",
     "fits",
     "prepare",

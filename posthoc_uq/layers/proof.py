@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import NAMED, Batch, describe_batch, whole_mapping
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import TEMPORARY_BYTES, full_precision
 from posthoc_uq.core.errors import (
     NonFiniteError,
@@ -679,27 +679,6 @@ def _passes_with_gradients(
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
     """Whether the weight is only a factor of matrix products, in a module that is no layer by its type or ties."""
     return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, HOLD_WEIGHTS)
-
-
-def count_samples(batch: Batch) -> int:
-    """Samples in a batch: the first dimension of its first input tensor.
-
-    Raises:
-        PosthocUQError: there is no such tensor, or it is empty.
-    """
-    for tensor in batch.tensors:
-        if tensor.ndim > 0 and tensor.shape[0] > 0:
-            return tensor.shape[0]
-    makes = (
-        "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
-    )
-    if whole_mapping(batch):
-        raise PosthocUQError(f"The model was given a mapping as its argument. {NAMED}")
-    advice = "" if batch.tensors else f"; {makes}"
-    raise PosthocUQError(
-        f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
-        f"{describe_batch(batch)}{advice}."
-    )
 
 
 def select(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Bar, Batch, BatchReader, Readings, known_length
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, Readings, count_samples, known_length
 from posthoc_uq.core.devices import full_precision
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, on_all_ranks, rank, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
@@ -36,7 +36,7 @@ from posthoc_uq.curvature.sweep import (
 )
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import Prepared, Selection, count_samples
+from posthoc_uq.layers.proof import Prepared, Selection
 from posthoc_uq.layers.rules import Lookup
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State

@@ -23,7 +23,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp, replicate
@@ -31,7 +31,6 @@ from posthoc_uq.core.options import Count, LogVariance, Positive
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block

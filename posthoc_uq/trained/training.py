@@ -20,7 +20,16 @@ from pydantic import AllowInfNan
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posthoc_uq.core.batches import LOADER, WITH_TARGETS, Batch, BatchReader, batches, explained, known_length
+from posthoc_uq.core.batches import (
+    LOADER,
+    WITH_TARGETS,
+    Batch,
+    BatchReader,
+    batches,
+    count_samples,
+    explained,
+    known_length,
+)
 from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
@@ -30,7 +39,6 @@ from posthoc_uq.core.options import Count, Magnitude, Natural, Positive, made_of
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import batch_hash, other_batches
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, labelled, mean_of_labels, weighed_targets
 from posthoc_uq.methods.checkpoint import Checkpoint, State

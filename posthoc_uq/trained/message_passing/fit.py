@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double, on_device
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
@@ -23,7 +23,7 @@ from posthoc_uq.curvature.features import FeatureSource, feature_rows
 from posthoc_uq.curvature.sweep import check_targets, require_outputs
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import Selection, count_samples
+from posthoc_uq.layers.proof import Selection
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task, features_of_rows
