@@ -9,7 +9,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -466,8 +466,9 @@ def divergence_of(name: str, outputs: Tensor, prediction: Any, row: int) -> Tens
 
 def prediction_row(prediction: Any, row: int) -> Any:
     values = {
-        key: value[row : row + 1] if isinstance(value, Tensor) else value
-        for key, value in vars(prediction).items()
+        field.name: value[row : row + 1] if isinstance(value, Tensor) else value
+        for field in fields(prediction)
+        for value in [getattr(prediction, field.name)]
     }
     return type(prediction)(**values)
 
@@ -509,7 +510,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     assert name != "multilabel" or found.figures()
     assert str(found) and found.foreign["posterior"]["foreign"]
     tuned = fit(name, model, "diag", fisher="exact")
-    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, noise=False, progress=False)
+    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, noise=False, progress=False).history.trials
     assert trials.model_alone == pytest.approx(
         -float(CASES[name].distribution(model(x).detach()).log_prob(y).mean()), rel=1e-6
     )
@@ -562,7 +563,8 @@ def test_soft_labels_are_rated_by_their_mean(tmp_path: Path) -> None:
     assert quality["NLL"] == pytest.approx(-float(expected.mean()))
     assert quality["accuracy"] == hard["accuracy"] and quality["Brier"] == pytest.approx(hard["Brier"])
     assert found.figures() and found.selective["linearized"]["entropy"]
-    trials = uq.tune(posterior, [(x, soft)], max_evaluations=3, progress=False)
+    posterior = uq.tune(posterior, [(x, soft)], max_evaluations=3, progress=False)
+    trials = posterior.history.trials
     network = -float(
         (soft * model(x).detach().log_softmax(1)).sum(1).mean()
     )  # held-out data are not smoothed

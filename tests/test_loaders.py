@@ -150,7 +150,7 @@ CHANGES = [
     _tuned(criterion="faithful"),
     _calibrated(sets="raps"),
     _calibrated(share=None),
-    _calibrated(criterion="leave_one_out"),
+    _tuned(criterion="leave_one_out"),
     _updated,
 ]
 

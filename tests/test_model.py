@@ -323,4 +323,4 @@ def test_leave_one_out_within_inference_mode_is_refused() -> None:
         torch.inference_mode(),
         pytest.raises(uq.PosthocUQError, match=r"gradients, which torch\.inference_mode"),
     ):
-        posterior = uq.calibrate(posterior, [(DATA, LABELS)], criterion="leave_one_out", progress=False)
+        uq.tune(posterior, [(DATA, LABELS)], criterion="leave_one_out", progress=False)

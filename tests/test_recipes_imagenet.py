@@ -345,7 +345,7 @@ def test_a_trial_without_spread_is_the_network(recipe: Namespace, tmp_path: Path
     cells = np.minimum((confidence.numpy() * 10).astype(int), 9)
     gaps = [abs(float((confidence - hits)[cells == b].sum())) for b in range(10)]
     assert pytest.approx(sum(gaps) / len(hits), abs=1e-4) == found.ECE
-    assert options.scales[0] <= posterior.scale <= options.scales[1]
+    assert options.scales[0] <= found.scale <= options.scales[1]
 
 
 def test_a_trial_with_wild_weights_is_not_finite(recipe: Namespace, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from inspect import getattr_static
 from itertools import accumulate
 from math import prod
 from types import FunctionType, MethodType
@@ -438,7 +439,7 @@ def _form_of(twin: nn.Module, probe: Batch) -> int:
     names and shapes of its parameters, the form of its inputs.
     """
     modules = tuple(
-        (name, type(module), type(module).forward, _plain(vars(module)))
+        (name, type(module), getattr_static(type(module), "forward", None), _plain(vars(module)))
         for name, module in twin.named_modules()
     )
     parameters = tuple((name, p.shape, p.dtype, p.device) for name, p in twin.named_parameters())
@@ -663,7 +664,7 @@ def _passes_with_gradients(
     if not batch.whole and fitting < samples:
         batch, samples = batch.narrow(0, fitting, samples), fitting
     twin, seconds = replicate(reference.model).requires_grad_(True), list[float]()
-    pull = torch.empty(0)
+    pull = torch.empty(0, device="cpu")
     for _ in range(2):  # the first one sets memory up
         begun = time.process_time()
         with torch.enable_grad(), reference.saving():

@@ -136,6 +136,7 @@ class WatchedPass:
             for key, uses in self.seen.items()
             for use in uses
             if use.node in reached and use.call.kind != Lookup.kind and RULES[use.call.kind].matrices
+            if self.names[key] in self._matrices
         }
         for node in self._products_of_weights():
             del self._calls[node]

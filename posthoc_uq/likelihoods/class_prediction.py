@@ -426,7 +426,7 @@ class ClassPrediction(LogitsPrediction):
         """See `Prediction`."""
         chosen, labels = self.set(level, allow_empty=allow_empty), self.labels(targets)
         covered = chosen.gather(1, labels[:, None])[:, 0]
-        return Coverage(covered.double(), chosen.sum(1).double(), labels, SET_SIZE)
+        return Coverage(as_double(covered), as_double(chosen.sum(1)), labels, SET_SIZE)
 
     def mistakes(self, targets: Tensor) -> Tensor:
         """(batch,), bool: which predicted classes are wrong."""

@@ -373,8 +373,8 @@ class PositionPrediction(Prediction):
         sizes = (chosen.sum(1) * counted).reshape(held.shape)
         counts = counted.reshape(held.shape).sum(1)
         some = counts > 0
-        shares, sizes = (part.sum(1)[some].double() / counts[some] for part in (held, sizes))
-        return Coverage((shares >= level - 1e-9).double(), sizes, None, SET_SIZE)
+        shares, sizes = (as_double(part.sum(1)[some]) / as_double(counts[some]) for part in (held, sizes))
+        return Coverage(as_double(shares >= level - 1e-9), sizes, None, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""

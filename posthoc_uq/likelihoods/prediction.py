@@ -441,7 +441,7 @@ class Prediction(ABC):
         found = self.target_scores(targets, "lac", torch.zeros(len(self), dtype=torch.int64, device="cpu"))
         assert found is not None  # there are promises of targets
         promises = self.known_promises()
-        within = (found.scores <= promises.bounds(found.kind, level, found.scores.shape[1])).double()
+        within = as_double(found.scores <= promises.bounds(found.kind, level, found.scores.shape[1]))
         assert promises.targets is not None  # `bounds` found them
         covered = within.amin(1) if len(promises.targets.scores) == 1 else within.mean(1)
         if not widths:
