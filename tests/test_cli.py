@@ -749,9 +749,10 @@ class TestCalibrate:
         assert said["hyperparameters"]["temperature"] == pytest.approx(found.temperature, rel=1e-4)
         other = copied.with_name("other.pt")
         torch.save(nn.Linear(2, 1).state_dict(), other)
-        assert "not this model's" in failure("calibrate", *line, "--initial", other)
-        assert "no head" in misuse("calibrate", *line, "--head sampling")
-        assert "leave sets, by_class out" in failure("calibrate", *line, "--sets aps --by-class")
+        assert "not this model's" in failure("tune", *line, "--initial", other)
+        assert "no head" in misuse("tune", *line, "--head sampling")
+        evidence = [copied, *model_options(place), "--initialisations 2"]
+        assert "of --criterion leave_one_out" in misuse("tune", *evidence)
 
 
 class TestTune:
