@@ -147,17 +147,14 @@ def find_features(
     """
     pair = first_samples(batch, count_samples(batch))
 
-    def found() -> FeatureSource | None:
-        return _found(prepared, pair, likelihood)
-
     def plainly() -> None:
         with torch.no_grad():
             batch.copied().call_any(replicate(prepared.model))
 
     try:
-        return found()
+        return _found(prepared, pair, likelihood)
     except Exception as error:  # the batch has run before, but some models refuse two of its samples, or one
-        check_refused(error, found, plainly)
+        check_refused(error, lambda: _found(prepared, pair, likelihood), plainly)
         return None
 
 

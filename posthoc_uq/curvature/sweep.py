@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any, Protocol
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from annotated_types import Ge, Lt
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from posthoc_uq.core.batches import (
     LOADER,
@@ -52,9 +53,10 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    covered = {id(tensor) for tensor in batch.tensors}  # by the keys; the others are inside of other values
-    nested = [leaf for leaf in tree_flatten((batch.args, batch.kwargs))[0] if id(leaf) not in covered]
-    parts = [keys, *(sample_keys([v], samples, 0) for v in nested if holds_samples(v, samples))]
+    parts, covered = [keys], set(map(id, batch.tensors))  # by the keys
+    for leaf in tree_leaves((batch.args, batch.kwargs)):
+        if id(leaf) not in covered and holds_samples(leaf, samples):  # it is inside of another value
+            parts.append(sample_keys([leaf], samples, 0))
     if batch.targets is not None and holds_samples(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
     if batch.weights is not None and holds_samples(batch.weights, samples):
@@ -69,13 +71,11 @@ def shared_hash(batch: Batch, samples: int) -> Tensor:
     """A hash of all else in a batch, an int64 scalar: shapes, number formats, and values that its samples share."""
     weights = () if batch.weights is None else (batch.weights,)
     leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, *weights))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    descriptions = [_described(leaf) for leaf in leaves]
-    digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()
+    digest = sha256(repr((str(form), samples, list(map(_described, leaves)))).encode()).digest()
     shared = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
-    for tensor in tensors:
-        if not holds_samples(tensor, samples) and tensor.numel():
-            shared = mix(shared.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not holds_samples(leaf, samples) and leaf.numel():
+            shared = mix(shared.to(leaf.device) * 31 + sample_keys([leaf.reshape(1, -1)], 1, 0)[0])
     return shared
 
 
@@ -265,11 +265,10 @@ class Sweep:
         self._by_position = by_position if fisher == "mc" and joint is None else None
         self._weighted, self._observers = weighted, observers
         self._picked = Picked(share) if share < 1 else None
-        self.sums = {
-            f"{name}/{index}": accumulator.state_dict()
-            for name, of_layer in accumulators.items()
-            for index, accumulator in enumerate(of_layer)
-        }
+        self.sums = dict[str, dict[str, Tensor]]()
+        for name, of_layer in accumulators.items():
+            for index, accumulator in enumerate(of_layer):
+                self.sums[f"{name}/{index}"] = accumulator.state_dict()
         if joint is not None:
             self.sums["joint/0"] = joint.state_dict()
         self.summary = SweepTotals()
@@ -348,7 +347,8 @@ class Sweep:
     def _take(self, part: Part, checks: DeferredChecks) -> None:
         for batch, keys, place in _pieces(self._capture, *part):
             recording, outputs = self._forward(batch, keys.shape[0], place, checks)
-            weights = batch_weights(self._likelihood, outputs, batch, place)
+            with in_batch(place):
+                weights = weights_of(self._likelihood, outputs, batch)
             targets = batch.targets if weights is None else weights.targets(batch.targets)
             check_targets(self._likelihood, outputs, targets, place, checks)
             for observer in self._observers:
@@ -506,10 +506,11 @@ def other_batches() -> PosthocUQError:
     )
 
 
-def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: str) -> SampleWeights | None:
-    """The weights of a batch of the loader, the error of a wrong shape with the batch's number."""
+@contextmanager
+def in_batch(place: str) -> Generator[None]:
+    """A context of a look at a batch of the loader, whose number then begins the error."""
     try:
-        return weights_of(likelihood, outputs, batch)
+        yield
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {place}: {error}") from None
 
@@ -525,16 +526,16 @@ def check_targets(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: DeferredChecks
 ) -> None:
     """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
+    with in_batch(place):
+        fault = likelihood.validation_error(outputs, targets)
 
-    def named(check: Callable[[Tensor, Tensor | None], Any]) -> Any:
-        try:
-            return check(outputs, targets)
-        except PosthocUQError as error:
-            raise PosthocUQError(f"Batch {place}: {error}") from None
+    def look(faulty: Tensor) -> None:
+        if bool(faulty):
+            with in_batch(place):
+                likelihood.check(outputs, targets)
 
-    fault = named(likelihood.validation_error)
     if fault is not None:
-        checks.add(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
+        checks.add(fault, look)
 
 
 _NOT_FINITE = "Check the input data and the model's weights for NaN or infinity."
@@ -582,7 +583,8 @@ def squared_residuals(
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.copied().call(capture.twin)
             fault = unit.validation_error(outputs, batch.targets)
-            weights = batch_weights(unit, outputs, batch, str(index))
+            with in_batch(str(index)):
+                weights = weights_of(unit, outputs, batch)
             squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
             squares = weighted(squares, None if weights is None else weights.samples).sum(0)
             sums, *faults = on_host(squares, *([] if fault is None else [fault]))

@@ -84,39 +84,40 @@ def block_group(block: str) -> str:
     return f"{BLOCKS_GROUP}/{link_name(block)}"
 
 
-def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[TensorSlot]:
+def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> list[TensorSlot]:
     """The slots of one group."""
-    return (TensorSlot(group, owner, name, spec) for name, spec in specs.items())
+    return [TensorSlot(group, owner, name, spec) for name, spec in specs.items()]
 
 
 def tensors_of(posterior: Posterior) -> list[tuple[TensorSlot, Tensor]]:
     """Every tensor that a file keeps."""
     found: list[tuple[TensorSlot, Tensor]] = []
-
-    def add(group: str, owner: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
-        found.extend((slot, tensors[slot.name]) for slot in slots(group, owner, specs))
-
     for name, block in posterior.blocks.items():
-        specs = block.specs(posterior.layout.shape(name), block.attributes())
-        add(block_group(name), f"block '{name}'", specs, block.tensors())
-    mean = stored_mean(posterior)
-    add(MEAN, "the trained mean", _like(mean), mean)
+        specs, tensors = block.specs(posterior.layout.shape(name), block.attributes()), block.tensors()
+        for slot in slots(block_group(name), f"block '{name}'", specs):
+            found.append((slot, tensors[slot.name]))
     prior = posterior.weight_prior
-    if isinstance(prior.mean, Mapping):
-        add(PRIOR_MEAN, "the prior", _like(prior.mean), prior.mean)
-    add(PRIOR_PRECISION, "the prior", _like(prior.precision), prior.precision)
+    for group, owner, tensors in (
+        (MEAN, "the trained mean", stored_mean(posterior)),
+        (PRIOR_MEAN, "the prior", prior.mean if isinstance(prior.mean, Mapping) else {}),
+        (PRIOR_PRECISION, "the prior", prior.precision),
+    ):
+        for name, tensor in tensors.items():
+            found.append((TensorSlot(group, owner, name, TensorSpec(tuple(tensor.shape))), tensor))
     if posterior.features is not None:
-        features = posterior.features
-        add(FEATURES, "the features", features.specs(features.attributes()), features.tensors())
+        specs, tensors = (
+            posterior.features.specs(posterior.features.attributes()),
+            posterior.features.tensors(),
+        )
+        for slot in slots(FEATURES, "the features", specs):
+            found.append((slot, tensors[slot.name]))
     return found
-
-
-def _like(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def stored_mean(posterior: Posterior) -> dict[str, Tensor]:
     """The part of a trained mean that no block stores itself."""
+    if not posterior.trained_mean:
+        return {}
     in_blocks = {
         parameter
         for name, block in posterior.blocks.items()

@@ -738,15 +738,12 @@ def _reference(model: nn.Module, batch: Batch, samples: int, tolerance: float | 
     if batch.whole:
         return Reference(model, batch, 1, tolerance)
     probe = first_samples(batch, samples)
-
-    def refer() -> Reference:
-        return Reference(model, probe, PROBE_SAMPLES, tolerance)
-
     try:
-        return refer()
+        return Reference(model, probe, PROBE_SAMPLES, tolerance)
     except PosthocUQError:
         raise
     except Exception as error:
+        refer = partial(Reference, model, probe, PROBE_SAMPLES, tolerance)
         if samples == 1:  # the model takes one sample at a time, or fails with it too
             check_refused(error, refer, lambda: Reference(model, batch, 1, tolerance))
             return Reference(model, batch, 1, tolerance)

@@ -335,12 +335,11 @@ class Block(ABC):
     @classmethod
     def capabilities(cls) -> frozenset[str]:
         """What posteriors of such blocks can do, by the names above."""
-        overridden = [
-            names
-            for method, names in _CAPABILITIES.items()
-            if getattr(cls.makes, method) is not getattr(Covariance, method)
-        ]
-        return frozenset(name for names in overridden for name in names)
+        able = set[str]()
+        for method, names in _CAPABILITIES.items():
+            if getattr(cls.makes, method) is not getattr(Covariance, method):
+                able.update(names)
+        return frozenset(able)
 
     @abstractmethod
     def covariance(self, settings: PrecisionSettings) -> Covariance:
@@ -392,8 +391,8 @@ class Block(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The block's tensors by name: all that storage writes, with `attributes`."""
-        found = {name: getattr(self, name) for name in self._stored()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors: dict[str, Tensor | None] = {name: getattr(self, name) for name in self._stored()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def attributes(self) -> dict[str, Any]:
         """The block's plain values by name, and the sizes of its tensors that the layer does not determine."""
@@ -414,18 +413,17 @@ class Block(ABC):
         Raises:
             CorruptPosteriorError: the attributes are out of range.
         """
-        of_layer = layer_sizes(shape)
-
-        def number(size: str | Size) -> int:
-            if isinstance(size, str):
-                return of_layer[size]
-            return check_bounds(attributes, size.name, size.low, of_layer[size.most])
-
-        return {
-            name: TensorSpec(tuple(number(size) for size in declared.sizes), **declared.properties)
-            for name, declared in cls._stored().items()
-            if declared.optional is None or attributes.get(declared.optional)
-        }
+        of_layer, specs = layer_sizes(shape), dict[str, TensorSpec]()
+        for name, declared in cls._stored().items():
+            if declared.optional is None or attributes.get(declared.optional):
+                sizes = list[int]()
+                for size in declared.sizes:
+                    if isinstance(size, Size):
+                        sizes.append(check_bounds(attributes, size.name, size.low, of_layer[size.most]))
+                    else:
+                        sizes.append(of_layer[size])
+                specs[name] = TensorSpec(tuple(sizes), **declared.properties)
+        return specs
 
     @classmethod
     def most_numbers(cls, shape: MatrixShape) -> int:

@@ -181,11 +181,6 @@ def _bytes_beyond(covariance: Covariance, block: Block) -> int:
     return sum(tensor.nbytes for tensor in own) + sum(inner)
 
 
-def _caches() -> tuple[Cache[Covariance], Cache[Tensor], Cache[Covariance]]:
-    """Empty ones: of the covariances by block, of the variances by block, and of the covariances by layer."""
-    return Cache(COVARIANCE_BYTES), Cache(KEPT_BYTES), Cache(KEPT_BYTES)
-
-
 class _Hyperparameter(Generic[Value]):
     """One hyperparameter as an attribute of a posterior."""
 
@@ -237,6 +232,10 @@ class Posterior:
         others_fingerprint: digest of the model's other parameters at the fit; None where there are none. `load` alone
             looks at it.
     """
+
+    _covariances: Cache[Covariance]  # by block
+    _variances: Cache[Tensor]  # by block
+    _of_layers: Cache[Covariance]  # by layer
 
     scale = _Hyperparameter[float]()
     """What the mean Fisher is multiplied with; starts at the number of samples."""
@@ -305,7 +304,7 @@ class Posterior:
             settings or Hyperparameters(evidence.total)
         )  # including those that cannot be changed later
         self.settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
-        self._covariances, self._variances, self._of_layers = _caches()
+        self._clear_caches()
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -431,8 +430,9 @@ class Posterior:
         return new
 
     def _clear_caches(self) -> None:
-        covariances, variances, of_layers = _caches()
-        vars(self).update(_covariances=covariances, _variances=variances, _of_layers=of_layers)
+        vars(self).update(
+            _covariances=Cache(COVARIANCE_BYTES), _variances=Cache(KEPT_BYTES), _of_layers=Cache(KEPT_BYTES)
+        )
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
