@@ -78,7 +78,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
         keys = part if keys is None else mix(keys * _GAMMA + part)
     if keys is None:
         keys = torch.arange(samples, device="cpu")
-    return mix(keys + _signed(mixed_seed(seed)))
+    return mix(keys + mixed_seed(seed))
 
 
 def number_keys(keys: Tensor, numbers: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from posthoc_uq.layers.opened import decomposed_calls
-from posthoc_uq.layers.recurrence import decomposed_recurrence
+from posthoc_uq.layers.opened import WITH_WEIGHTS, decomposed_calls
+from posthoc_uq.layers.recurrence import RECURRENT, decomposed_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
 
 
@@ -78,6 +78,9 @@ def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: 
     return found.movedim(places, list(range(-len(places), 0)))
 
 
+_OPENED = {F.multi_head_attention_forward, torch.einsum, *RECURRENT, *WITH_WEIGHTS}
+
+
 class CallMode(TorchFunctionMode):
     """Shows torch's functions to `handle_call` while a model runs; attention, recurrent layers, sums with a matrix, and
     what has a weight that it `follows` in `decomposed_calls`, as the functions that they consist of.
@@ -85,6 +88,8 @@ class CallMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _OPENED:  # as hardly any is
+            return self.handle_call(func, types, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)

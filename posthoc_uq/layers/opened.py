@@ -22,6 +22,8 @@ _FIRST = (F.batch_norm, F.group_norm, F.instance_norm)  # whose channels come af
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _COPIES = (Tensor.expand, Tensor.expand_as, Tensor.repeat)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
+WITH_WEIGHTS = frozenset({*_LAST, *_FIRST, *_SUMS, *_COPIES, *_PRODUCTS, F.bilinear, F.embedding_bag})
+"""The functions that `decomposed_calls` opens up."""
 
 
 def scale_features(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

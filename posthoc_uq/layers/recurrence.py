@@ -66,7 +66,7 @@ def decomposed_recurrence(func: Any, args: Any, kwargs: dict[str, Any]) -> Calla
     it; None for other functions, for unbatched
     sequences, in which no dimension is that of the samples, and for packed ones whose samples are not known.
     """
-    if kwargs or (func not in _LAYERS and func not in _CELLS and func not in _PACKING):
+    if kwargs or func not in RECURRENT:
         return None
     if func in _PACKING:
         return lambda: _PACKING[func](*args)
@@ -136,6 +136,8 @@ _PACKING: dict[Any, Callable[..., Any]] = {
     getattr(torch, name): run
     for name, run in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad))
 }
+RECURRENT = frozenset({*_LAYERS, *_CELLS, *_PACKING})
+"""The functions that `decomposed_recurrence` opens up."""
 
 
 def _packed(

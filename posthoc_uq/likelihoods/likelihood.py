@@ -102,12 +102,10 @@ class Likelihood:
 
     def defines(self, method: str) -> bool:
         """Whether the subclass gives this method, itself or by its `distribution` or `fisher_root`."""
-
-        def given(name: str) -> bool:
-            return getattr(type(self), name) is not getattr(Likelihood, name)
-
-        by_distribution = method in _BY_DISTRIBUTION and given("distribution")
-        return given(method) or by_distribution or (method == "exact_factors" and given("fisher_root"))
+        names = [method]
+        names += ["distribution"] if method in _BY_DISTRIBUTION else []
+        names += ["fisher_root"] if method == "exact_factors" else []
+        return any(getattr(type(self), name) is not getattr(Likelihood, name) for name in names)
 
     def _missing(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
