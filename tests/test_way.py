@@ -79,9 +79,9 @@ BOUNDS = {
     "last-layer fit, files": 54,
     "default fit": 765,
     "default fit, files": 71,
-    "later prediction": 128,
-    "later prediction, files": 27,
-    "operations": 128,
+    "later prediction": 96,
+    "later prediction, files": 22,
+    "operations": 120,
 }
 """``"operations"`` are those of a later prediction of a last layer above a forward pass of the network."""
 
