@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.core.records import Record
+from posthoc_uq.core.registry import shown_names
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Proof
 from posthoc_uq.likelihoods import Likelihood
@@ -237,6 +238,13 @@ class Posterior:
     _variances: Cache[Tensor]  # by block
     _of_layers: Cache[Covariance]  # by layer
 
+    _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package alone calls
+        *("at", "block_settings", "covariance", "covariances", "draw_seeds", "layout", "members", "noted"),
+        *("occam_factor", "of_layer", "original", "proof", "replaced", "reported", "require", "sample_from"),
+        *("training_precisions", "warn_if_void", "with_blocks", "without_data"),
+        *("buffers_fingerprint", "fingerprint", "others_fingerprint", "fixed_by_training"),
+    )
+
     scale = _Hyperparameter[float]()
     """What the mean Fisher is multiplied with; starts at the number of samples."""
     prior_precision = _Hyperparameter[float | dict[str, float]]()
@@ -306,6 +314,10 @@ class Posterior:
         self.settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
         self._clear_caches()
         self._is_made = True
+
+    def __dir__(self) -> list[str]:
+        """What users read and call."""
+        return shown_names(self, Posterior)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refused once it is made."""
