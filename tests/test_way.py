@@ -75,10 +75,10 @@ print(json.dumps(counts))
 
 BOUNDS = {
     "modules": 85,
-    "last-layer fit": 495,
-    "last-layer fit, files": 54,
-    "default fit": 765,
-    "default fit, files": 71,
+    "last-layer fit": 458,
+    "last-layer fit, files": 50,
+    "default fit": 725,
+    "default fit, files": 68,
     "later prediction": 96,
     "later prediction, files": 22,
     "operations": 120,

@@ -735,7 +735,8 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         PosthocUQError: the loader yields no batch with samples, or others than when it was read before (`Readings`).
     """
     items, reading = items_of(loader), _Reading()
-    read = _read_ahead(items, reader) if reader.device.type == "cuda" else _each_read(items, reader)
+    ahead = reader.device.type == "cuda"
+    read = _read_ahead(items, reader) if ahead else (one for raw in items for one in reader.read_all(raw))
     count, readings = 0, loader if isinstance(loader, Readings) else None
     for batch in read:
         if not batch.empty:
@@ -879,11 +880,6 @@ def items_of(loader: Iterable[Any]) -> Iterator[Any]:
 def no_sample_error() -> PosthocUQError:
     """The error of a loader without data."""
     return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
-
-
-def _each_read(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
-    for raw in items:
-        yield from reader.read_all(raw)
 
 
 def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:

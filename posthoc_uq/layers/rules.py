@@ -449,7 +449,13 @@ class LayerGradients:
         Raises:
             UnsupportedLayerError: the calls do not fit together.
         """
-        gradients = [self._gradients(call, dtype) for call in self.calls]
+        layer, gradients = self.layer, list[Tensor]()
+        for call in self.calls:
+            assert call.output_gradient is not None
+            gradient = call.output_gradient.detach().to(dtype)
+            if not layer.convolutional and not layer.rule.by_gradients:
+                gradient = self._by_sample(gradient)
+            gradients.append(layer.rule.output_rows(gradient, layer))
         if len(gradients) == 1:
             return gradients[0]
         if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
@@ -464,25 +470,18 @@ class LayerGradients:
         Raises:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
         """
-        return [self._activations(call, dtype) for call in self.calls]
-
-    def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
-        layer, x = call.layer, call.input.detach()
-        if not layer.convolutional and not layer.rule.by_gradients:
-            x = self._by_sample(layer.rule.features(x))
-        elif x.shape[0] != self.samples:
-            raise UnsupportedLayerError(
-                f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
-                f"samples; leave it out with layers=... or unsupported='skip'."
-            )
-        return layer.rule.activations(x.to(dtype), layer, call.geometry)
-
-    def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
-        assert call.output_gradient is not None
-        gradient, layer = call.output_gradient.detach().to(dtype), call.layer
-        if not layer.convolutional and not layer.rule.by_gradients:
-            gradient = self._by_sample(gradient)
-        return layer.rule.output_rows(gradient, layer)
+        layer, found = self.layer, list[Operand]()
+        for call in self.calls:
+            x = call.input.detach()
+            if not layer.convolutional and not layer.rule.by_gradients:
+                x = self._by_sample(layer.rule.features(x))
+            elif x.shape[0] != self.samples:
+                raise UnsupportedLayerError(
+                    f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
+                    f"samples; leave it out with layers=... or unsupported='skip'."
+                )
+            found.append(layer.rule.activations(x.to(dtype), layer, call.geometry))
+        return found
 
     def _by_sample(self, tensor: Tensor) -> Tensor:
         """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
