@@ -461,10 +461,10 @@ def test_dir_shows_what_users_call() -> None:
     posterior = uq.fit(model, [torch.randn(8, 3)], prior_precision=1.0, progress=False)
     shown = {*dir(uq.wrap(model, posterior))}
     assert shown > {*OF_HEADS.split()} and shown & {*dir(torch.nn.Module())} == {"to"}
+    assert not shown & {"closed_form", "distribution", "features", "held", "hyperparameters", "identity"}
     shown = {*dir(posterior)}
     assert shown > {"with_settings", "report", "sample", "variance", "history", "prior_precision"}
     assert not shown & {"at", "replaced", "noted", "with_blocks", "occam_factor", "block_settings"}
-    assert not shown & {"closed_form", "distribution", "features", "held", "hyperparameters", "identity"}
 
 
 class Guess(uq.Prediction):
