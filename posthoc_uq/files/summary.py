@@ -91,7 +91,7 @@ def _described(contents: Mapping[str, Any], history: HistoryRecord) -> Iterator[
         factor = f"{exp(calibration.alpha):.3g}"
         yield "moments head", f"standard deviations times {factor}, error left {calibration.residual:.0%}"
     if history.promises is not None:
-        yield "promises", described_promises(history.promises)
+        yield "promises", described_promises(history.promises, contents)
     if history.output is not None:
         yield "outputs", described_output(history.output)
     if history.inputs:

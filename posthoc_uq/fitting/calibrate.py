@@ -142,6 +142,11 @@ def calibrate(
     sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
     by_class, jointly = check_option("by_class", by_class, bool), check_option("jointly", jointly, bool)
     seed = check_option("seed", seed, Seed)
+    if "criterion" in options:
+        raise PosthocUQError(
+            "calibrate promises, by held-out data. Without them: posterior = uq.tune(posterior, train_loader, "
+            "criterion='leave_one_out')."
+        )
     of_heads = {option for name in HEADS for option in options_of(head_class(name))}
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
@@ -180,6 +185,9 @@ def calibrated(
 ) -> Posterior:
     """`calibrate`, once its arguments are checked."""
     data = _HeldOut(loader, reader, posterior.likelihood, seed)
+    head_class(recorded_head(posterior)[0] if head is None else head)  # refuses another name
+    # the scale of the moments head belongs to the settings that it was fitted at, and is fitted anew below
+    scale, posterior = posterior.history.calibration, posterior.noted(calibration=None)
     with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
@@ -196,6 +204,10 @@ def calibrated(
         # without promises, so that predictions are made without those that are replaced
         tuned = tuned.noted(promises=None)
         predictor = wrap(model_of(tuned), tuned, **options)
+        if scale is not None and predictor.head == "moments":
+            moments: Any = predictor
+            predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
+            tuned = predictor.posterior
         return tuned.noted(promises=_measured(predictor, data, sets, by_class, jointly, share, progress))
 
 

@@ -164,6 +164,12 @@ def tune(
     if criterion is None:
         criterion = "evidence" if loader is None else "likelihood"
     search_by = _SEARCHES[cast(Criterion, one_of("criterion", criterion, CRITERIA))]
+    if gone := {"prior_precision", "prior_precisions", "temperatures"}.intersection(options):
+        name = min(gone)
+        raise PosthocUQError(
+            f"tune searches and takes no {name}; to set one value: posterior = posterior.with_settings("
+            f"{'temperature' if name == 'temperatures' else 'prior_precision'}=...)."
+        )
     of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
     check_names("tune", options, of_heads, signature(tune).parameters)
     search = search_by(
@@ -308,6 +314,7 @@ class _Search(ABC):
         """
         posterior, (recorded_name, recorded_options) = self.posterior, recorded_head(self.posterior)
         name = recorded_name if self.head is None else self.head
+        head_class(name)  # refuses another name
         chosen = self.options or (recorded_options if recorded_name == name else {})
         record = HeadRecord(name=name, options=recordable(chosen), criterion=self.criterion)
         history = replace(posterior.history, head=record)

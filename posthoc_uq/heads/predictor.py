@@ -54,7 +54,7 @@ from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, Unread, at_least_float32, cat
 from posthoc_uq.likelihoods.weights import attending
-from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
+from posthoc_uq.posteriors import DRAWS, HYPERPARAMETERS, QUADRATIC, Posterior
 
 if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features
@@ -315,6 +315,14 @@ class Predictor(nn.Module, ABC):
     def __dir__(self) -> list[str]:
         return [*shown_names(self, Predictor), "to"]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in HYPERPARAMETERS:
+            raise AttributeError(
+                f"A predictor has the {name} of its posterior: take posterior.with_settings({name}=...), and wrap "
+                f"again."
+            )
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self._posterior.settings.plain()
         covered = sum(layer.parameters for layer in posterior.layers.values())
@@ -464,13 +472,13 @@ class Predictor(nn.Module, ABC):
         if made != present:
             return (
                 f"The held-out scores are of {_format_identity(made)}, and this predictor is "
-                f"{_format_identity(present)}; calibrate for this one: posterior = uq.calibrate(posterior, val_loader, "
-                f"head=...)."
+                f"{_format_identity(present)}; calibrate for this one, posterior = "
+                f"uq.calibrate(posterior, val_loader, head=...), and wrap again."
             )
         if promises.posterior != self._posterior.settings.plain():
             return (
-                "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again: "
-                "posterior = uq.calibrate(posterior, val_loader)."
+                "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again, "
+                "posterior = uq.calibrate(posterior, val_loader), and wrap again."
             )
         return promises
 

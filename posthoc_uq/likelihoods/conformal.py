@@ -98,6 +98,11 @@ class HeldOutScores(Record):
     count: Count
     _known_ranks: Tensor = PrivateAttr()
 
+    def __repr__(self) -> str:
+        return f"HeldOutScores({self.count:,} samples)"
+
+    __str__ = __repr__
+
     def model_post_init(self, context: Any, /) -> None:
         """Make what is computed of the fields; not later, when an export may trace."""
         self._known_ranks = _ranks(self.count)
@@ -416,6 +421,12 @@ class ConformalScores(InputScores):
         if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
             raise ValueError("must have the same scores of inputs by the positions that counted")
         return self
+
+    def __repr__(self) -> str:
+        kind = "" if self.kind is None else f"targets by {self.kind!r}, "
+        return f"ConformalScores({kind}{self.samples:,} held-out samples, head {self.head.get('head')!r})"
+
+    __str__ = __repr__
 
     @property
     def kind(self) -> TargetScore | None:

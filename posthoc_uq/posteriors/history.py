@@ -21,6 +21,7 @@ from posthoc_uq.posteriors.settings import (
     HYPERPARAMETERS,
     Hyperparameters,
     NumberOrByLayer,
+    ReadOnly,
     SettingsRecord,
 )
 
@@ -353,6 +354,10 @@ class History:
     inputs: Mapping[str, InputRecord] = field(default_factory=lambda: dict[str, InputRecord]())
     trials: Trials | None = field(default=None, compare=False)
     leave_one_out: LeaveOneOut | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("fit", "deterministic", "tuning"):
+            object.__setattr__(self, name, ReadOnly(getattr(self, name)))
 
     def noted(self, **records: Mapping[str, Any] | Record | None) -> History:
         """With other records, or with more in those of these names; what a record has already is replaced."""

@@ -192,6 +192,15 @@ class _Hyperparameter(Generic[Value]):
         return getattr(posterior.settings, self._name)
 
 
+_FUNCTIONS = {
+    "tune": "posterior = uq.tune(posterior, val_loader)",
+    "calibrate": "posterior = uq.calibrate(posterior, val_loader)",
+    "update": "posterior = uq.update(posterior, loader)",
+    "optimize_prior_precision": "posterior = uq.tune(posterior, val_loader)",
+    "save": "uq.save(posterior, path)",
+    "predict": "uq.wrap(model, posterior)(inputs)",
+}
+"""The call in place of a method that users of other libraries look for."""
 _TUNE = "tune on held-out data: posterior = uq.tune(posterior, val_loader)"
 
 
@@ -332,6 +341,13 @@ class Posterior:
         )
         raise AttributeError(f"A posterior is a value, whose {name} cannot be set: {way_out}.")
 
+    def __getattr__(self, name: str) -> Any:
+        """What other libraries have as a method is a function of this one."""
+        way_out = _FUNCTIONS.get(name)
+        if way_out is None:
+            raise AttributeError(f"A posterior has no {name!r}; dir(posterior) lists what it has.")
+        raise AttributeError(f"A posterior has no method {name!r}: {way_out}.")
+
     def __delattr__(self, name: str) -> None:
         """Refused."""
         raise AttributeError(f"A posterior is a value, whose {name} cannot be deleted.")
@@ -418,14 +434,15 @@ class Posterior:
         new = self.at(
             replace(self.settings, **{key: value for key, value in asked.items() if value is not None})
         )
-        told = {"temperature": "temperature", "noise_scale": "noise variance"}
-        given = {
-            label: "given"
-            for name, label in told.items()
-            if asked[name] is not None and getattr(new, name) != getattr(self, name)
-        }
-        if given:  # also in place of what leave-one-out found
-            new = new.replaced(history=replace(new.history.noted(tuning=given), left_out=None))
+        changed = {name for name in asked if getattr(new, name) != getattr(self, name)}
+        if changed:  # what a search tried and chose is no longer what the posterior has
+            labels = {name: HYPERPARAMETERS[name].label for name in changed}
+            if self.noise_variance is not None and "noise_scale" in changed:
+                labels["noise_scale"] = "noise variance"
+            history = replace(new.history.noted(tuning=dict.fromkeys(labels.values(), "given")), trials=None)
+            if changed & {"temperature", "noise_scale"}:
+                history = replace(history, left_out=None, leave_one_out=None)
+            new = new.replaced(history=history)
         new.warn_if_void(self)
         return new
 
@@ -515,13 +532,18 @@ class Posterior:
         calibrated = promises is not None and promises.head.get("head") == "moments"
         return self.settings.plain() | ({"calibration": self.history.calibration} if calibrated else {})
 
+    @property
+    def keeps_promises(self) -> bool:
+        """Whether it has held-out scores that were measured with its settings."""
+        promises, settings = self.history.promises, self.settings.plain()
+        return promises is not None and all(settings[key] == each for key, each in promises.posterior.items())
+
     def warn_if_void(self, before: Posterior) -> None:
         """Warn if promises that this posterior has from `before` held there, and no longer do."""
         promises = self.history.promises
         if promises is None or promises is not before.history.promises:
             return
-        old, new = before._basis_of_promises(), self._basis_of_promises()
-        if all(old[key] == value for key, value in promises.posterior.items()) and new != old:
+        if before.keeps_promises and self._basis_of_promises() != before._basis_of_promises():
             warn_user(
                 f"The promises by {promises.samples:,} held-out samples were made for other hyperparameters and no "
                 f"longer hold; calibrate again: posterior = uq.calibrate(posterior, val_loader)."
@@ -880,5 +902,9 @@ class Posterior:
             summary["outputs"] = described_output(history.output)
         columns = {name: text for block in blocks.values() for name, text in block.columns.items()}
         return Report(
-            {**summary, **history.fit}, rows, dict(history.deterministic), described_history(history), columns
+            {**summary, **history.fit},
+            rows,
+            dict(history.deterministic),
+            described_history(history, self.settings.plain()),
+            columns,
         )

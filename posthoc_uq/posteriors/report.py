@@ -152,8 +152,10 @@ def described_changes(changes: ChangesRecord) -> str:
     return ", ".join([*parts, f"digest {changes.digest[:12]}"])
 
 
-def described_promises(promises: ConformalScores) -> str:
-    """What the predictions of a posterior promise by held-out scores, in words."""
+def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -> str:
+    """What the predictions of a posterior with these settings promise by held-out scores, in words."""
+    if any(settings.get(name, value) != value for name, value in promises.posterior.items()):
+        return f"void: those of {promises.samples:,} held-out samples are of other hyperparameters; calibrate again"
     parts: list[str] = []
     if promises.targets is not None:
         kind, scores = promises.targets.kind, promises.targets.scores
@@ -194,8 +196,8 @@ def described_novelty(features: FeatureGrams) -> str:
     )
 
 
-def described_history(history: History) -> dict[str, str]:
-    """Label to text of what was tuned, calibrated and changed since the fit."""
+def described_history(history: History, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Label to text of what was tuned, calibrated and changed since the fit, of a posterior with these settings."""
     lines, calibration = dict(history.tuning), history.calibration
     if calibration is not None:
         lines["moments head"] = (
@@ -203,7 +205,7 @@ def described_history(history: History) -> dict[str, str]:
             f"{calibration.residual:.0%}, by {calibration.n_mc} draws"
         )
     if history.promises is not None:
-        lines["promises"] = described_promises(history.promises)
+        lines["promises"] = described_promises(history.promises, settings)
     if history.changes is not None:
         lines["data since the fit"] = described_changes(history.changes)
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import log
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import Discriminator, Tag
 from torch import Tensor
@@ -15,6 +15,8 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
 from posthoc_uq.core.records import Name, Record
 from posthoc_uq.core.registry import Later, Registry
+
+Entry = TypeVar("Entry")
 
 HEADS: Registry[Any] = Registry(
     {
@@ -73,19 +75,27 @@ class Evidence:
         )
 
 
-class LayerPriors(dict[str, float]):
-    """Prior precisions by layer name, read-only: to change one, take `Posterior.with_settings`."""
+class ReadOnly(dict[str, Entry]):
+    """A dict of a posterior, which nothing writes into."""
+
+    _refusal: ClassVar[str] = "A posterior's history cannot be changed: it says what was done."
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PosthocUQError(
-            "The prior precisions by layer cannot be changed in place; give all of them: "
-            "posterior.with_settings(prior_precision={**posterior.prior_precision, name: value})."
-        )
+        raise PosthocUQError(self._refusal)
 
     __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return LayerPriors, (dict(self),)
+        return type(self), (dict(self),)
+
+
+class LayerPriors(ReadOnly[float]):
+    """Prior precisions by layer name, read-only: to change one, take `Posterior.with_settings`."""
+
+    _refusal = (
+        "The prior precisions by layer cannot be changed in place; give all of them: "
+        "posterior.with_settings(prior_precision={**posterior.prior_precision, name: value})."
+    )
 
 
 @dataclass(frozen=True)

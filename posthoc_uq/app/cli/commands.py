@@ -520,7 +520,7 @@ def calibrate(
         "output": output or file,
         "samples": promises.samples,
         "hyperparameters": _hyperparameters(posterior),
-        "promises": described_promises(promises),
+        "promises": described_promises(promises, posterior.settings.plain()),
     }
     trials = posterior.history.trials
     chosen = "nothing to tune" if trials is None else f"tuned: {str(trials).splitlines()[0]}"
