@@ -183,6 +183,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
     by_layer = FAITHFUL | {"value": dict(posterior.prior_precision), "divergence": float("inf")}
+    kept = PROMISES | {"posterior": {"scale": posterior.scale}}
     counts = {"updates": 1, "added": 5, "removals": 0, "removed": 0, "balance": 2**64 - 1, "last": 3}
     values: list[tuple[dict[str, Any], str]] = {
         "head": [
@@ -190,7 +191,10 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         ],
         "faithful": [(FAITHFUL, "of at most 0.01 nats"), (by_layer, "infinitely many")],
         "left_out": [({"temperature": 3.0, "noise_scale": 1.0}, "")],
-        "promises": [(PROMISES, "p-values of entropy, joint; by 3 held-out samples")],
+        "promises": [
+            (kept, "p-values of entropy, joint; by 3 held-out samples"),
+            (PROMISES, "void: those of 3 held-out samples are of other hyperparameters"),
+        ],
         "changes": [({**counts, "digest": "0" * 64, "outside": 0.1, "outside before": 0.2}, "5 samples")],
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
         "calibration": [(CALIBRATION, "error left")],
@@ -321,14 +325,13 @@ def test_numbers_that_do_not_fit_are_said_before_writing(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda p: p.history.fit.update(callback=print), "JSON"),
-        (lambda p: p.history.tuning.update(long="x" * 5000), "long"),
-        (lambda p: p.history.tuning.update({f"key{i}": "" for i in range(300_000)}), "values"),
+        (lambda p: p.noted(fit={"callback": print}), "JSON"),
+        (lambda p: p.noted(tuning={"long": "x" * 5000}), "long"),
+        (lambda p: p.noted(tuning={f"key{i}": "" for i in range(300_000)}), "values"),
     ],
 )
 def test_what_could_not_be_read_is_not_written(change: Any, word: str, tmp_path: Path) -> None:
-    posterior = make("inf", make_model())
-    change(posterior)
+    posterior = change(make("inf", make_model()))
     with pytest.raises(PosthocUQError, match=f"no file can keep: .*{word}"):
         save(posterior, tmp_path / "p.h5")
     assert not list(tmp_path.iterdir())

@@ -288,6 +288,28 @@ def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
     assert posterior.reported().items() <= shown.items() and "noise scale" not in shown
 
 
+def test_a_report_says_what_was_given_and_what_is_void() -> None:
+    x, held_out = torch.randn(40, 4), torch.randn(40, 4)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    posterior = uq.fit(model, [(x, (x[:, 0] > 0).long())], "diag", progress=False)
+    posterior = uq.calibrate(posterior, [(held_out, (held_out[:, 0] > 0).long())], progress=False)
+    assert posterior.keeps_promises and "sets by 'lac'" in str(posterior.report())
+    with pytest.warns(UserWarning, match="no longer hold"):
+        other = posterior.with_settings(prior_precision=2 * posterior.prior_precision)
+    assert (
+        "prior precision" in posterior.history.tuning and other.history.tuning["prior precision"] == "given"
+    )
+    assert (
+        not other.keeps_promises and "promises: void" in str(other.report()) and other.history.trials is None
+    )
+    with pytest.raises(AttributeError, match=r"posterior = uq\.tune\(posterior, val_loader\)"):
+        posterior.tune()
+    with pytest.raises(uq.PosthocUQError, match="history cannot be changed"):
+        posterior.history.fit["seed"] = 4
+    with pytest.raises(AttributeError, match="with_settings"):
+        uq.wrap(model, posterior).temperature = 2.0
+
+
 def test_settings_are_one_value() -> None:
     _, posterior, _ = _fitted()
     before, given = posterior.settings, posterior
