@@ -662,3 +662,19 @@ def test_no_held_out_novelty_is_said() -> None:
     with pytest.raises(uq.PosthocUQError, match="no held-out scores of novelty"):
         prediction.familiarity()
     assert bool((prediction.familiarity("entropy") > 0).all())
+
+
+def test_the_scale_of_the_moments_head_is_fitted_anew() -> None:
+    torch.manual_seed(0)
+    x, held_out = torch.randn(60, 4), torch.randn(60, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    posterior = uq.fit(model, [(x, (x[:, 0] > 0).long())], "diag", head="moments", progress=False)
+    scaled = uq.wrap(model, posterior).fit_scale([x], n_mc=20, progress=False).posterior
+    labelled = [(held_out, (held_out[:, 0] > 0).long())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = uq.calibrate(scaled, labelled, progress=False)
+        predictor = uq.wrap(model, found)
+    assert found.history.calibration is not None and found.history.calibration.n_mc == 20
+    assert predictor.calibration is not None and not isinstance(predictor.promises, str)
+    assert 0 < float(predictor(x).set(0.8).sum(1).double().mean()) <= 2

@@ -185,9 +185,11 @@ def calibrated(
 ) -> Posterior:
     """`calibrate`, once its arguments are checked."""
     data = _HeldOut(loader, reader, posterior.likelihood, seed)
-    head_class(recorded_head(posterior)[0] if head is None else head)  # refuses another name
-    # the scale of the moments head belongs to the settings that it was fitted at, and is fitted anew below
-    scale, posterior = posterior.history.calibration, posterior.noted(calibration=None)
+    through = recorded_head(posterior)[0] if head is None else head
+    head_class(through)  # refuses another name
+    scale = posterior.history.calibration
+    if through == "moments":  # it belongs to the settings that it was fitted at, and is fitted anew below
+        posterior = posterior.noted(calibration=None)
     with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
@@ -204,7 +206,7 @@ def calibrated(
         # without promises, so that predictions are made without those that are replaced
         tuned = tuned.noted(promises=None)
         predictor = wrap(model_of(tuned), tuned, **options)
-        if scale is not None and predictor.head == "moments":
+        if scale is not None and through == "moments":
             moments: Any = predictor
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
