@@ -451,7 +451,8 @@ class Predictor(nn.Module, ABC):
             prediction = self._predict(batch)
         if on_cpu:
             # the check waits for no device there; kept for a whole data set, without what novelty takes
-            prediction = prediction.to("cpu").with_novelty(prediction.novelty_ratio)
+            prediction = prediction.to("cpu")
+            prediction = prediction.with_novelty(prediction.novelty_ratio)
         check_finite(prediction.numbers(), "prediction", self.head, lambda: self._own_outputs(batch))
         if batch.attention_mask is not None:
             prediction = attending(prediction, batch)
