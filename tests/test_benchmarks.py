@@ -208,6 +208,19 @@ def test_a_line_has_the_ratios_of_the_rounds() -> None:
 
 
 @pytest.mark.study
+def test_operations_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    _script("operations").main(["--smoke", "--json", str(path)])
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["forward"] | {"reads": 0, "float64": 0} == rows["forward"]
+    assert rows["forth and back"]["over forth and back"] == 1
+    for layers in ("last", "all"):
+        fit = rows[f"fit, {layers}"]["operations"]
+        assert fit > rows[f"search's trial, {layers}"]["operations"] > rows["forward"]["operations"]
+        assert rows[f"prediction, {layers}"]["reads"] > 0
+
+
+@pytest.mark.study
 def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
     _script("language_cost").main(["--smoke", "--json", str(path)])
