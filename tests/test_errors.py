@@ -1,14 +1,11 @@
-"""A user's mistakes: each is one exception of ours, whose message names what is wrong and the way out.
-
-Warnings point at the user's line, and an error of the model reaches its caller.
-"""
+"""Warnings point at the user's line, an error of the model reaches its caller, a device that is not there is named."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,127 +14,9 @@ from small_fits import fit, inputs, labels, net, refused
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core import check_refused, out_of_memory
 
-
-def split(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(5), y.split(5), strict=True))
-
-
-def with_numbers(value: float) -> Tensor:
-    x = inputs()
-    x[11, 2] = value
-    return x
-
-
-def changed(model: nn.Sequential) -> nn.Sequential:
-    with torch.no_grad():
-        model[2].weight[0, 0] += 1e-6
-    return model
-
-
-class Shrinks:
-    """A loader that gives fewer samples from the second time on."""
-
-    reads = 0
-
-    def __iter__(self) -> Any:
-        self.reads += 1
-        return iter(split(inputs(), labels())[: 3 if self.reads < 2 else 2])
-
-
-class Summed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).sum(0)
-
-
 X, Y = inputs(), labels()
-REGRESSION: dict[str, Any] = {"likelihood": "regression", "model": net(outputs=2)}
-BINARY: dict[str, Any] = {"likelihood": "binary", "model": net(outputs=1)}
-WIDE = nn.Sequential(nn.Linear(4, 5000), nn.ReLU(), nn.Linear(5000, 3))
-RELU = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-POSTERIOR = fit()
-PREDICTOR = cast(Any, uq.wrap(net(), POSTERIOR))
-LAYERS = {"0": 1.0, "2": 1.0}
-
-
-def set_prior(value: Any) -> None:
-    fit().with_settings(prior_precision=value)
-
-
-# what is called, the error, and a key word of it; what every method refuses is in test_conformance_faults.py, values of
-# wrong kinds are in test_options.py
-MISTAKES: dict[str, tuple[Callable[[], Any], type[PosthocUQError], str]] = {
-    # of a fit
-    "data once": (lambda: fit(loader=iter(split(X, Y)), method="inf"), PosthocUQError, "read only once.*DataLoader"),
-    "fewer samples": (lambda: fit(loader=Shrinks(), method="efb"), PosthocUQError, "12 samples .* and 10 when"),
-    "no layer": (lambda: fit(nn.BatchNorm1d(4)), PosthocUQError, "no Linear or convolution layer"),
-    "no parameters": (lambda: fit(nn.Flatten()), PosthocUQError, "no parameters"),
-    "too large": (lambda: fit(WIDE, method="full"), PosthocUQError, r"\(12 GiB\).*method='inf'"),
-    "n_samples without draws": (lambda: fit(n_samples=3, fisher="exact"), PosthocUQError, "n_samples"),
-    "a prior by layer": (lambda: fit(prior_precision=LAYERS), PosthocUQError, "one number for all layers"),
-    "half precision": (lambda: fit(dtype=torch.float16), PosthocUQError, "torch.float64"),
-    "noise twice": (lambda: fit(likelihood=uq.Gaussian(0.3), noise_variance=0.1), PosthocUQError, "its own noise"),
-    "noise that depends on inputs": (
-        lambda: fit(noise_variance=lambda x: x, **REGRESSION),  # type: ignore[arg-type]
-        PosthocUQError,
-        "noise_variance must be a number",
-    ),
-    # of labels and outputs
-    "labels of another type": (lambda: fit(loader=[(X, Y.float())]), PosthocUQError, "integers of shape"),
-    "labels in a column": (lambda: fit(loader=[(X, Y[:, None])]), PosthocUQError, r"pass y\.squeeze\(1\)"),
-    "labels as zeros": (lambda: fit(loader=[(X, 0.0 * Y)]), PosthocUQError, r"batch\[1\]\.long\(\)"),
-    "too few labels": (lambda: fit(loader=[(X, Y[1:])]), PosthocUQError, r"of shape \(11,\)"),
-    "three binary labels": (lambda: fit(loader=[(X, Y)], **BINARY), PosthocUQError, "must be 0 or 1"),
-    "the batch of a label": (lambda: fit(loader=[(X, Y), (X, Y + 5)]), PosthocUQError, "Batch 1: .*from 5"),
-    "one output of classes": (lambda: fit(net(outputs=1)), PosthocUQError, "likelihood='binary'"),
-    "three outputs of one label": (lambda: fit(likelihood="binary"), PosthocUQError, "'binary' needs outputs"),
-    "targets of another shape": (lambda: fit(loader=[(X, X)], **REGRESSION), PosthocUQError, "do not fit outputs"),
-    "targets without numbers": (
-        lambda: fit(loader=[(X, torch.full((12, 2), float("nan")))], **REGRESSION),
-        PosthocUQError,
-        "targets are not finite",
-    ),
-    "no error at all": (
-        lambda: fit(loader=[(X, REGRESSION["model"](X).detach())], **REGRESSION),
-        PosthocUQError,
-        "without error.*noise_variance",
-    ),
-    "infinite inputs": (lambda: fit(RELU, split(with_numbers(float("inf")), Y)), NonFiniteError, "Batch 2: "),
-    "no labels": (lambda: fit(loader=[X], fisher="empirical"), PosthocUQError, "needs labels"),
-    "no labels for the evidence": (lambda: fit(loader=[X]).log_marginal_likelihood(), PosthocUQError, "no labels"),
-    # of batches and of what the model returns
-    "images in a list": (lambda: fit(loader=[([X, X], Y)]), PosthocUQError, "list of 2 tensors.*torch.stack"),
-    "boxes": (lambda: fit(loader=[([X, X], [{"b": X}] * 2)]), PosthocUQError, "list of dict.*detector"),
-    "a sum returned": (lambda: fit(Summed()), PosthocUQError, r"shape \(3,\) for 2 samples"),
-    # of a posterior, a head and a prediction
-    "no draws": (lambda: POSTERIOR.sample(0), PosthocUQError, "number of draws must be"),
-    "an unknown layer": (lambda: POSTERIOR.quadratic({"5": X}), PosthocUQError, "unknown: .'5'"),
-    "a prior for some layers": (lambda: set_prior({"0": 1.0}), PosthocUQError, "every layer once.*'2'"),
-    "a prior for more layers": (lambda: set_prior(LAYERS | {"9": 1.0}), PosthocUQError, "every layer once.*'9'"),
-    "a prior of a layer": (lambda: set_prior(LAYERS | {"0": -1.0}), PosthocUQError, "of layer '0' must be"),
-    "several numbers": (lambda: set_prior(torch.ones(2)), PosthocUQError, r"Tensor of shape \(2,\)"),
-    "another shape": (lambda: uq.wrap(nn.Sequential(nn.Linear(4, 6)), POSTERIOR), PosteriorMismatchError, "shape"),
-    "a missing layer": (lambda: uq.wrap(nn.Sequential(net()[0]), POSTERIOR), PosteriorMismatchError, "'2.weight'"),
-    "other values": (lambda: uq.wrap(changed(net()), POSTERIOR), PosteriorMismatchError, "values .*'2.weight'"),
-    "other precision": (lambda: uq.wrap(net().half(), POSTERIOR), PosteriorMismatchError, "wrap the model as it was"),
-    "referral of inputs": (lambda: uq.Referral()(X), PosthocUQError, "what a predictor returned"),  # type: ignore[arg-type]
-    "export of an array": (lambda: uq.export(PREDICTOR, X.numpy()), PosthocUQError, "example of the model"),  # type: ignore[arg-type]
-    "export of nothing": (lambda: uq.export(PREDICTOR), PosthocUQError, "example of the model"),
-    "export of a model": (lambda: uq.export(net(), X), PosthocUQError, "not a Sequential"),  # type: ignore[arg-type]
-    "tuning of a model": (lambda: uq.tune(net(), [(X, Y)]), PosthocUQError, "takes a posterior"),  # type: ignore[arg-type]
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake(case: str) -> None:
-    call, kind, message = MISTAKES[case]
-    refused(message, call, kind)
 
 
 def test_numbers_of_a_posterior() -> None:

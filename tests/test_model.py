@@ -59,8 +59,8 @@ def test_a_part_that_is_wrapped_is_named(tmp_path: Path) -> None:
     fitted = fit(bare, [(inputs(), labels())])
     uq.save(fitted, tmp_path / "bare.h5")
     names = r"'0\.0\.weight'.* calls '0\._orig_mod\.0\.weight'"
-    refused(names, lambda: uq.load(tmp_path / "bare.h5", parts(make_net())))
-    refused(names, lambda: uq.wrap(parts(make_net()), fitted))
+    refused(names, lambda: uq.load(tmp_path / "bare.h5", parts(make_net())), uq.PosteriorMismatchError)
+    refused(names, lambda: uq.wrap(parts(make_net()), fitted), uq.PosteriorMismatchError)
 
 
 def test_a_fit_in_inference_mode() -> None:

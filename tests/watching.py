@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def random_state() -> tuple[Any, Any, Tensor]:
@@ -26,6 +27,9 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             found[f"{name}: {kind}"] = list(getattr(module, kind).items())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:  # which has no numbers
+            found[f"{name}: tensor"] = id(tensor)
+            continue
         hooks = getattr(tensor, "_backward_hooks", None)
         found[f"{name}: tensor"] = (
             id(tensor),
