@@ -149,36 +149,6 @@ def test_what_makes_promises_void(classes, fitted) -> None:
     assert posterior.history.promises
 
 
-def test_an_error_leaves_the_posterior_as_it_was(classes, fitted) -> None:
-    _, x, y = classes
-    before, held_out = fitted.settings, _batches(x[100:300], y[100:300])
-    for loader, options, words in (
-        ([x[100:300]], {}, "targets"),
-        ([(x[100:101], y[100:101])], {}, "empty"),
-        (held_out, {"sets": "ips"}, "sets"),
-        (held_out, {"share": 1.0}, "share"),
-        (iter(held_out), {}, "only once"),
-        (_batches(x[100:300], y[100:300].clamp(max=1)), {"by_class": True}, "none of"),
-        (held_out, {"n_sample": 3}, "n_sample"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=words):
-            uq.calibrate(fitted, loader, **FAST | options)
-    changing = _Changing(x[100:300], y[100:300])
-    with pytest.raises(uq.PosthocUQError, match="other inputs"):
-        uq.calibrate(fitted, changing, **FAST)
-    assert fitted.settings == before and not fitted.history.promises
-
-
-class _Changing:
-    """A loader that changes its inputs at random."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y, self.generator = x, y, torch.Generator().manual_seed(0)
-
-    def __iter__(self):
-        yield self.x + torch.randn(self.x.shape, generator=self.generator), self.y
-
-
 def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
     model, x, y = classes
     held_out = _batches(x[100:1900], y[100:1900], 600)
@@ -258,9 +228,6 @@ def test_several_values_are_promised_jointly(likelihood: str) -> None:
         assert found["promised coverage of 90 %"] == pytest.approx(float(together))
     with pytest.raises(uq.PosthocUQError, match="no sets of classes"):
         predictor(x[:2]).set(0.9)
-    with pytest.raises(uq.PosthocUQError, match="no values are predicted"):
-        classes = uq.fit(nn.Linear(2, 3), [(x[:300], y[:300].argmax(1))], prior_precision=1.0, progress=False)
-        uq.calibrate(classes, _batches(x[300:900], y[300:900].argmax(1)), jointly=True, progress=False)
 
 
 @pytest.mark.parametrize("likelihood", ["poisson", "gamma", "heteroscedastic", "ordinal", "multilabel"])
@@ -490,8 +457,6 @@ def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
             options = FAST | {"share": share, "batch_to_weights": lambda batch, w=weights: w}
             with pytest.raises(uq.PosthocUQError, match=words):
                 uq.calibrate(other, [held_out[:2]], **options)
-    with pytest.raises(uq.PosthocUQError, match="batch_to_weights"):  # leave-one-out counts every sample
-        uq.tune(other, [held_out], criterion="leave_one_out", batch_to_weights=lambda batch: batch[2])
     assert other.history.promises == masked.history.promises
     padded = _Padded("tokens", "labels")
     predictor = padded.calibrated(60, 1)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posthoc_uq import NonFiniteError, PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.likelihoods import (
     HeldOutScores,
     class_scores,
@@ -43,12 +43,6 @@ def test_quantile_and_p_value_by_their_definitions() -> None:
         assert p_values(kept, new).tolist() == expected
         assert HeldOutScores(**kept.plain()) == kept and len(kept.ranks) == len(kept.values)
     assert p_values(kept, torch.tensor([math.nan])).isnan().all()
-    with pytest.raises(PosthocUQError, match="between 0 and 1"):
-        quantile(kept, 1.0)
-    with pytest.raises(NonFiniteError):
-        held_out_scores(torch.tensor([1.0, math.inf]))
-    with pytest.raises(PosthocUQError, match="there are none"):
-        held_out_scores(torch.zeros(0))
 
 
 def test_thinned_scores_are_conservative_within_a_step() -> None:

@@ -455,6 +455,8 @@ def test_the_model_is_as_it_was(name: str, tmp_path: Path) -> None:
             predictor = uq.wrap(model, posterior, head)
             predictor(x)
             predictor.predict(loader, progress=False)
+            for of in ("class", "top", "all") if can(posterior, QUADRATIC) else ("class",):
+                predictor.novelty(x, of=of)
 
 
 @pytest.mark.device

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 METHOD = pytest.mark.parametrize("name", METHODS)
 NAN, INF = float("nan"), float("inf")
-ODD: list[Any] = [object(), "no such choice", None, True, -1, 2.5, NAN, INF, -INF, [], torch.ones(2)]
+ODD: list[Any] = [object(), b"x", "no such choice", None, True, -1, 2.5, NAN, INF, -INF, [], torch.ones(2)]
 
 
 def data(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -46,11 +46,15 @@ def test_options_of_wrong_types_and_out_of_range(name: str, option: str) -> None
         try:
             kind(**{option: value})
         except uq.PosthocUQError as error:
-            assert option in str(error) and str(error).endswith(".")
+            text = str(error)
+            assert option in text and text.endswith((".", "?")) and 20 < len(text) < 500
+            assert text.count(". ") <= 1 and (
+                declared is Any or value not in ODD[:2] or f"{option} must be" in text
+            )
             refused.append(value)
     if declared is Any:
         return
-    assert any(value is ODD[0] for value in refused), "an object of no kind"
+    assert all(any(value is odd for value in refused) for odd in ODD[:2]), "objects of no kind"
     if declared is not bool:
         assert "no such choice" in [value for value in refused if isinstance(value, str)]
     assert all(any(value is odd for value in refused) for odd in (NAN, INF)), "no finite number"
@@ -64,6 +68,8 @@ def test_options_that_there_are_none_of(name: str) -> None:
             uq.PosthocUQError, match=rf"does not take \['colour'\].*{fields(METHODS[name])[0].name}"
         ):
             uq.fit(model, data(model), name, colour="red", progress=False)
+        with pytest.raises(uq.PosthocUQError, match="'checkpoint_every'"):
+            uq.fit(model, data(model), name, checkpont_every=3, progress=False)
         with pytest.raises(uq.PosthocUQError, match="its options belong there"):
             uq.fit(model, data(model), short(name), dtype=torch.float64, progress=False)
         with pytest.raises(uq.PosthocUQError, match="make an object"):
@@ -135,5 +141,7 @@ def test_a_model_that_raises_leaves_no_trace(name: str, monkeypatch: pytest.Monk
 def test_more_data_after_the_fit(name: str) -> None:
     """A method whose posteriors are no sums over the data says so, with what to do."""
     if METHODS[name].update is Method.update:
+        model = mlp()
+        posterior = fit(name, model, data(model))
         with pytest.raises(uq.PosthocUQError, match="fit again"):
-            short(name).update(cast(Any, None), cast(Any, None), False)
+            uq.update(posterior, Stops([], 0), progress=False)

@@ -91,13 +91,6 @@ def test_large_images_are_looked_at_in_part(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(colours) == 3 and colours <= set(x[:, channel].flatten().tolist())
 
 
-def test_monochrome_is_for_images() -> None:
-    with pytest.raises(PosthocUQError, match=r"is for images.*\(8, 2\).*uniform"):
-        shown(Monochrome(), torch.zeros(8, 2))
-    with pytest.raises(PosthocUQError, match="has seen none"):
-        Monochrome().draw(3, Batch((images(),)), generator())
-
-
 def test_uniform_box_of_the_data_is_widened() -> None:
     x = torch.tensor([[0.0, 10.0], [2.0, 14.0], [1.0, 11.0]])
     context = shown(UniformBox(), x, batch=2)
@@ -117,13 +110,6 @@ def test_uniform_box_of_given_bounds_stays() -> None:
     assert not context.needs_data
     found = context.draw(2000, Batch((torch.zeros(4, 2, dtype=torch.float64),)), generator())
     assert float(found.min()) < -9.9 and float(found[:, 0].max()) < 10 < float(found[:, 1].max()) < 20
-    for wrong in ((1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)):
-        with pytest.raises(PosthocUQError, match="finite bounds low < high"):
-            UniformBox(*wrong)
-    with pytest.raises(PosthocUQError, match="both bounds, or none"):
-        UniformBox(low=0.0)
-    with pytest.raises(PosthocUQError, match="saw none"):
-        UniformBox().draw(1, Batch((torch.zeros(4, 2),)), generator())
 
 
 def test_batch_gives_each_input_once_before_any_twice() -> None:
@@ -150,8 +136,6 @@ def test_a_pool_is_read_once() -> None:
     context.draw(10, like, generator(1))
     assert loader.reads == 1 and found.dtype == torch.float64
     assert set(found.flatten().tolist()) == set(x.flatten().tolist())
-    with pytest.raises(PosthocUQError, match=r"wrap the data in torch\.utils\.data\.DataLoader"):
-        resolve_context(TensorDataset(x))
 
 
 def test_mixture_has_fixed_shares() -> None:
@@ -166,11 +150,6 @@ def test_mixture_has_fixed_shares() -> None:
     assert counted.points == 7 and counted.fresh().points == 7 and counted.counts(7) == [2, 5]
     assert counted.counts(14) == [4, 10]  # proportions, where another number is asked for
     assert Mixture([(1, "batch"), (0.5, "uniform")]).points is None
-    for wrong in ([], [(0.0, "batch")], [(float("inf"), "batch")]):
-        with pytest.raises(PosthocUQError, match="pairs"):
-            Mixture(wrong)
-    with pytest.raises(PosthocUQError, match="equal input shapes"):
-        Mixture([(1, "batch"), (1, lambda n, g: torch.zeros(n, 2))]).draw(4, Batch((x,)), generator())
 
 
 def test_what_a_user_may_give() -> None:
@@ -187,14 +166,8 @@ def test_what_a_user_may_give() -> None:
     assert isinstance(resolve_context(lambda n, g: torch.zeros(n, 2)), Callback)
     mixture = resolve_context([(0.5, "monochrome"), (0.5, loader)])
     assert isinstance(mixture, Mixture) and mixture.needs_data
-    with pytest.raises(PosthocUQError, match=r"context must be one of.*'grey'"):
-        resolve_context("grey")
-    with pytest.raises(PosthocUQError):
-        resolve_context(3)
     assert isinstance(default_context(Batch((torch.zeros(2, 1, 4, 4),))), Mixture)
     assert isinstance(default_context(Batch((torch.zeros(2, 3),))), UniformBox)
-    with pytest.raises(PosthocUQError, match="one floating-point input"):
-        default_context(Batch((torch.zeros(2, 3, dtype=torch.long),)))
 
 
 @pytest.mark.parametrize("name", ["monochrome", "uniform", "batch", "corrupted", "pool", "mixture"])
@@ -317,10 +290,3 @@ def test_a_channel_of_one_value_stays() -> None:
     images = torch.cat([torch.rand(4, 1, 5, 5, generator=generator()), torch.full((4, 1, 5, 5), 3.0)], 1)
     found = corrupted(images, n=8)
     assert torch.equal(found[:, 1], torch.full((8, 5, 5), 3.0)) and bool(torch.isfinite(found).all())
-
-
-def test_corrupted_is_for_images_and_needs_data() -> None:
-    with pytest.raises(PosthocUQError, match=r"is for images.*\(8, 2\)"):
-        Corrupted().observe(torch.zeros(8, 2), generator())
-    with pytest.raises(PosthocUQError, match="has seen none"):
-        Corrupted().draw(3, Batch((IMAGES,)), generator())

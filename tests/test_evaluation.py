@@ -1,4 +1,4 @@
-"""`evaluate`: numbers against scikit-learn and plain arithmetic, files, the report, and what it refuses."""
+"""`evaluate`: numbers against scikit-learn and plain arithmetic, files and the report."""
 
 from __future__ import annotations
 
@@ -450,42 +450,6 @@ class TestJointScores:
         assert any(row["score"] == "entropy and mutual_information" for row in evaluation.rows())
         assert "entropy and mutual_information" in str(evaluation)
         assert "entropy and mutual_information" not in evaluation.selective["INF"]
-
-
-def test_what_cannot_be_evaluated(images):
-    model, posterior, (x, y), _ = images
-    broken = x.clone()
-    broken[4] = float("nan")
-    probit = uq.wrap(model, posterior, "linearized", link="probit")
-    data = loader_of(x, y)
-    for models, loader, options, word in (
-        (model, data, {"referral_rates": (1.5,)}, "referral_rates must be"),
-        (model, data, {"referral": 0.05}, "referral must be"),
-        (model, data, {"score": "surprise"}, "score must be one of"),
-        (model, data, {"ood_loaders": {"test": []}}, "may not be named"),
-        (model, data, {"joint": ["entropy"]}, "joint holds groups"),
-        (model, data, {"joint": [("entropy", "novel")]}, "score of joint must be one of"),
-        (model, loader_of(x), {}, "needs targets"),
-        (model, [(x, y), (x, None)], {}, "batch 1 of the loader has inputs alone"),
-        (model, [(x, y.float() + 0.5)], {}, "Labels must be whole numbers.*torch.float32"),
-        # as many in all as there are inputs
-        (model, [(x[:8], y[:7]), (x[8:16], y[7:16])], {}, r"Batch 0: there are 8 inputs, .* shape \(7,\)"),
-        (model, [(x, y + 3)], {}, "between 0 and 6"),
-        ({}, data, {}, "at least one predictor"),
-        ("model", data, {}, "not a str"),
-        (model, loader_of(broken, y), {}, "1 of 230 predictions of 'model' on 'test' are NaN"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(36, 1)), data, {}, "pass likelihood='regression'"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=word):
-            str(uq.evaluate(models, loader, progress=False, **options))
-    evaluation = uq.evaluate({"network": model, "INF": probit}, data, progress=False)
-    for call, word in (
-        (lambda: evaluation.threshold(0.1, "mutual_information"), "does not know the score"),
-        (lambda: evaluation.threshold(0.1, "surprise"), "A score is one of"),
-        (lambda: evaluation.threshold(0.1, name="INFO"), "Did you mean 'INF'"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=word):
-            call()
 
 
 class _Page(HTMLParser):

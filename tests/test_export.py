@@ -340,16 +340,6 @@ def test_a_failed_export_leaves_the_old_files(
     with pytest.raises(uq.PosthocUQError, match="could not be written: No space"):
         uq.export(predictor, x, path=path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    with pytest.raises(uq.PosthocUQError, match="does not exist; make it first"):
-        uq.export(predictor, x, path=tmp_path / "nowhere" / path.name)
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    net = cnn()
-    with pytest.raises(uq.PosthocUQError, match=r"\.onnx or \.pt2"):
-        uq.export(
-            uq.wrap(net, fitted(net), head="moments"), torch.randn(2, 3, 32, 32), path=tmp_path / "p.tf"
-        )
 
 
 def test_the_draws_of_a_link_are_there_after_other_numbers_of_draws() -> None:

@@ -1,4 +1,4 @@
-"""What a fit finds beside its posterior: the prior, the noise, what it warns of and what it refuses."""
+"""What a fit finds beside its posterior: the prior, the noise, and what it warns of."""
 
 from __future__ import annotations
 
@@ -144,35 +144,3 @@ def test_a_training_takes_a_number_as_its_own_prior_precision() -> None:
     posterior = fit(prior_precision=3.0, **options)
     assert posterior.prior_precision == 3.0 and posterior.history.head.criterion == "given"
     assert fit(**options).scale == posterior.scale  # divergence=None leaves the variances
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [  # values of wrong kinds are in test_arguments.py
-    ({"divergence": None}, "divergence=None"),
-    ({"likelihood": NoDivergence(), "prior_precision": "faithful"}, "no prediction that could be faithful"),
-    ({"method": "function_space", "prior_precision": "evidence"}, "no log marginal likelihood"),
-    ({"method": "function_space", "prior_precision": {"0.weight": 1.0}}, "one number"),
-    ({"method": "function_space", "prior_mean": 0.5}, "prior_mean"),
-    ({"method": uq.UTVI(prior_precision=2.0), "prior_precision": 1.0}, "one of its own"),
-    ({"method": "latent_binary", "divergence": 0.01}, "leave divergence out"),
-    ({"method": "latent_binary", "prior_precision": "faithful"}, "leave prior_precision out"),
-    ({"method": uq.INF(), "rank": 5}, "options belong there"),
-    ({"rnk": 5}, "rank"),
-    ({"hed": "sampling"}, "Did you mean"),
-    ({"val_loader": 5}, "val_loader"),
-    ({"method": "message_passing", "batch_to_weights": lambda batch: None}, "batch_to_weights"),
-]
-
-
-def test_what_is_refused_before_any_work_is_done() -> None:
-    model, _ = classifier()
-
-    class Untouched:
-        def __iter__(self) -> Any:
-            raise AssertionError("the loader was read")
-
-        def __len__(self) -> int:
-            return 1
-
-    for options, word in REFUSED:
-        with pytest.raises(uq.PosthocUQError, match=word):
-            uq.fit(model, Untouched(), progress=False, **options)

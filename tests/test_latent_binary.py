@@ -543,29 +543,6 @@ def test_by_default_a_small_table_loses_weights_and_no_accuracy() -> None:
     assert (median.argmax(1) == y[200:]).double().mean() > own - 0.03
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
-    shared = nn.Linear(4, 4)
-    for model, words in (
-        (nn.Sequential(shared, nn.Tanh(), shared), r"'0' is used 2 times in one pass.*untied"),
-        (nn.Sequential(nn.Linear(4, 4).bfloat16()), "trains parameters in float32 or float64"),
-    ):
-        x = inputs_of(4).to(next(model.parameters()).dtype)
-        with pytest.raises(uq.PosthocUQError, match=words):
-            uq.fit(model, [(x, torch.arange(24) % 4)], uq.LatentBinary(epochs=1), progress=False)
-    model = mlp()
-    nn.init.zeros_(model[0].weight)
-    with pytest.raises(uq.PosthocUQError, match="'0' has only zero weights"):
-        uq.fit(model, [(inputs_of(4), torch.arange(24) % 3)], uq.LatentBinary(epochs=1), progress=False)
-    for options, words in (
-        ({"start": "random", "initial_inclusion": "high"}, "goes by trained weights"),
-        ({"prior_inclusion": 1.0}, "prior_inclusion"),
-        ({"epochs": 0}, "epochs"),
-        ({"flow_units": 10**6}, "flow_units"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=words):
-            uq.LatentBinary(**options)
-
-
 def test_functional_weights_and_attention_are_latent_too() -> None:
     """A transformer's layer: its projections are found inside of attention, and change with the noise."""
     with torch.random.fork_rng():

@@ -124,21 +124,6 @@ def test_a_regression_adds_the_noise() -> None:
     assert found.variance.item() == pytest.approx(2.25)
 
 
-@pytest.mark.parametrize("head", ["linearized", "moments"])
-def test_unknown_links_are_refused(head: str) -> None:
-    net = torch.nn.Linear(3, 1)
-    data = [(torch.randn(4, 3), torch.ones(4, 1))]
-    counts, values = (
-        uq.fit(net, data, "diag", likelihood=name, prior_precision=1.0, progress=False)
-        for name in ("poisson", "regression")
-    )
-    for own, link in ((values, "logit"), (counts, "probit")):
-        with pytest.raises(uq.PosthocUQError, match=r"link must be .*'mc'"):
-            uq.wrap(net, own, head, link=link)
-    with pytest.raises(uq.PosthocUQError, match=r"n_draws must be"):
-        uq.wrap(net, values, head, n_draws=0)
-
-
 # The battery: covariances of C classes, for confident and undecided means.
 SIZES = (2, 3, 10, 50, 100, 1000)
 KINDS = ("independent", "common", "correlated", "singular", "decaying", "pair")

@@ -1,4 +1,4 @@
-"""`uq.MessagePassing`: exact answers through a fit, the algebra of its blocks, whole networks, what it refuses."""
+"""`uq.MessagePassing`: exact answers through a fit, the algebra of its blocks, whole networks."""
 
 from __future__ import annotations
 
@@ -381,64 +381,14 @@ def test_layers_of_every_kind_that_are_the_same_layer_have_the_same_posterior() 
 # What it refuses
 
 
-def test_unsupported_modules_are_all_named_before_any_work() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sin()
-
-    x, y = normals(10, 4), torch.arange(10) % 2
-    inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    model = network(
-        inner, nn.LayerNorm(4), nn.Linear(4, 4), nn.LeakyReLU(2.0), nn.BatchNorm1d(4), Odd(), nn.Linear(4, 2)
-    )
-    pattern = r"'0.1' \(GELU\), '1' \(LayerNorm\), '3' \(LeakyReLU with the slope.*'5' \(Odd\).*layers='last'"
-    with pytest.raises(uq.UnsupportedLayerError, match=pattern):
-        fit(model, x, y, layers="all")
-    assert fit(model, x, y).layers.keys() == {"6"}
-    with pytest.raises(uq.UnsupportedLayerError, match=r"needs a torch.nn.Sequential, not a Wrapped"):
-        fit(Wrapped(model), x, y, layers="all")
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.inner(x)
-
-
-def test_what_cannot_be_fitted() -> None:
-    model, x, y = classes(20)
-    with pytest.raises(uq.UnsupportedLayerError, match="outputs are those of its last linear layer"):
-        fit(Wrapped(model), x, y)
-    with pytest.raises(uq.UnsupportedLayerError, match=r"is for '2'.*\['0'\] were selected"):
-        uq.fit(model, [(x, y)], uq.MessagePassing(), layers="0", progress=False)
-    around = network(nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 3))
-    with pytest.raises(uq.UnsupportedLayerError, match=r"'0' \(Conv1d, which does more than"):
-        fit(around, x.unsqueeze(1), y, layers="all")
-    with pytest.raises(uq.PosthocUQError, match="loader gives none"):
-        uq.fit(model, [x], uq.MessagePassing(), progress=False)
-    with pytest.raises(uq.PosthocUQError, match=r"posterior='full' is for the last layer"):
-        uq.MessagePassing(layers="all", posterior="full")
-    with pytest.raises(uq.PosthocUQError, match="stay alike for ever"):
-        uq.MessagePassing(layers="all", prior="zero")
-    with pytest.raises(uq.PosthocUQError, match="signal='argmax'"):
-        uq.MessagePassing(regularize=True)
-
-
 def test_layers_of_the_fit_and_of_the_method() -> None:
-    """By name the fit's layers are the method's; two that differ are an error; the default is the method's."""
+    """By name the fit's layers are the method's; the default is the method's."""
     model, x, y = classes(20)
     options: dict[str, Any] = {"epochs": 1, "progress": False}
     for layers, wanted in (("all", {"0", "2"}), ("last", {"2"}), (None, {"2"})):
         assert uq.fit(model, [(x, y)], "message_passing", layers=layers, **options).layers.keys() == wanted
     whole = uq.fit(model, [(x, y)], uq.MessagePassing(layers="all", epochs=1), progress=False)
     assert whole.layers.keys() == {"0", "2"}
-    for own, asked in (("last", "all"), ("all", "last")):
-        method = uq.MessagePassing(layers=own)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(uq.PosthocUQError, match=rf"layers='{asked}' and the method for layers='{own}'"):
-            uq.fit(model, [(x, y)], method, layers=asked, progress=False)
 
 
 def digits_network(trained: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -628,5 +578,3 @@ def test_a_faithful_scale_is_found_where_it_is_asked_for() -> None:
     asked = uq.fit(model, [(x, y)], uq.MessagePassing(), prior_precision="faithful", progress=False)
     assert plain.history.head.criterion == "given" and asked.history.head.criterion == "faithful"
     assert asked.scale > plain.scale
-    with pytest.raises(uq.PosthocUQError, match="keeps the variances of its training"):
-        uq.fit(model, [(x, y)], uq.LatentBinary(epochs=1), prior_precision="faithful", progress=False)

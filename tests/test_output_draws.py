@@ -13,7 +13,6 @@ from networks import batches, cnn, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
 from posthoc_uq.core import mixed_seed
 from posthoc_uq.trained import RandomScale
 
@@ -209,27 +208,3 @@ def test_attention_is_drawn_too() -> None:
     with torch.no_grad():  # where torch would take its fast path
         outputs = uq.wrap(model, posterior, "sampling", n_samples=3, drawn="outputs").outputs(x)
     assert outputs.shape == (3, 24, 3) and not torch.equal(outputs[0], outputs[1])
-
-
-def test_what_it_refuses() -> None:
-    model, x = mlp(), inputs_of(4)
-    posterior = latent(model, x)
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"drawn": "both"}, "drawn must be"),
-        ({"drawn": "outputs", "batched": True}, "batched="),
-        ({"drawn": "outputs", "antithetic": True}, "antithetic"),
-    ]
-    for options, words in cases:
-        with pytest.raises(PosthocUQError, match=words):
-            uq.wrap(model, posterior, "sampling", **options)
-    data = batches(x, targets_of(model, x, "classification"))
-    kfac = uq.fit(model, data, "kfac", progress=False)
-    with pytest.raises(PosthocUQError, match=r"moments of independent weights.*take drawn='weights'"):
-        uq.wrap(model, kfac, "sampling", drawn="outputs")
-    with pytest.raises(PosthocUQError, match="an exported program cannot"):
-        uq.export(uq.wrap(model, posterior, "sampling", drawn="outputs"), x)
-    shared = nn.Linear(4, 4)
-    twice = nn.Sequential(shared, nn.Tanh(), shared)
-    fitted = uq.fit(twice, [(x, torch.arange(24) % 4)], "diag", progress=False)
-    with pytest.raises(PosthocUQError, match="'0' was used 2 times"):
-        uq.wrap(twice, fitted, "sampling", drawn="outputs")(x)

@@ -339,37 +339,3 @@ class TestMaps:
         assert float(np.max(figure.axes[1].images[0].get_array())) == 0
         with pytest.raises(PosthocUQError, match="no positive score"):
             plots.class_uncertainty_map(one, flat, torch.tensor([0, 1]), log=True, **options)
-
-
-def test_wrong_input_is_one_clear_error() -> None:
-    x, one = torch.zeros(3), torch.ones(1)
-    prediction = RegressionPrediction(x, x, 0.1)
-    two, (points, labels) = linear(2), points_of(2)
-
-    def drawn(predict=two, points=points, labels=labels, **options):
-        return lambda: plots.class_uncertainty_map(predict, points, labels, **{"resolution": 5, **options})
-
-    for call, word in (
-        (lambda: plots.reliability_diagram({}), "at least one model"),
-        (lambda: plots.risk_coverage_plot({"a": (x, x + math.inf)}), "finite"),
-        (lambda: plots.referral_plot({"a": referred(1.0)}, metric="nll"), "metric"),  # pyright: ignore[reportArgumentType]
-        (lambda: plots.score_histograms({"a": {}}), "at least one panel"),
-        (lambda: plots.score_histograms({"a": {"in": one}}, log=["b"]), "do not exist: b"),
-        (lambda: plots.score_histograms({"a": {"in": one * math.nan}}), "finite"),
-        (lambda: plots.score_histograms({"a": {"in": x}}, log=["a"]), "no positive score"),
-        (lambda: plots.regression_band(torch.zeros(3, 2), prediction, x, x), "one dimension"),
-        (lambda: plots.regression_band(x[:2], prediction, x, x), "2 inputs"),
-        (lambda: plots.regression_band(x, prediction, x, x[:2]), "3 points"),
-        (drawn(points=points[:, :1]), "x_train must be"),
-        (drawn(points=points * math.inf), "finite"),
-        (drawn(labels=labels.float()), "40 integers"),
-        (drawn(labels=labels - 1), "from 0 on"),
-        (drawn(labels=labels + 1), "2 classes only"),
-        (drawn(score="confidence"), "score"),
-        (drawn(score=lambda prediction: prediction.probs), "one of each per input"),
-        (drawn(score=lambda prediction: prediction.entropy() * math.nan), "smaller margin"),
-        (drawn(predict=lambda x: x), "ClassPrediction"),
-        (drawn(resolution=1), "at least 2"),
-    ):
-        with pytest.raises(PosthocUQError, match=word):
-            call()

@@ -433,25 +433,6 @@ def test_all_of_it_on_a_device(device: torch.device) -> None:
 # Other posteriors, and the report
 
 
-def test_other_posteriors_are_refused_in_one_sentence() -> None:
-    model = mlp()
-    x = inputs_of(4)
-    posterior = uq.fit(model, batches(x, targets_of(model, x, "classification")), method="diag")
-    calls = [uq.sparse.median, uq.sparse.state_dict, uq.sparse.summary]
-    for call in (*calls, lambda p: uq.sparse.model(model, p)):
-        with pytest.raises(
-            uq.PosthocUQError, match=r"method='diag' are on; fit one with method=uq\.LatentBinary"
-        ):
-            call(posterior)
-    with pytest.raises(uq.PosthocUQError, match=r"takes a posterior from .*, not a Sequential"):
-        uq.sparse.summary(model)  # type: ignore[arg-type]
-    latent = posterior_of(model, random_chances(model))
-    with pytest.raises(uq.PosthocUQError, match="layout"):
-        uq.sparse.model(model, latent, "coo")  # type: ignore[arg-type]
-    with pytest.raises(uq.PosteriorMismatchError):
-        uq.sparse.model(mlp(4), latent)
-
-
 def test_the_report_says_what_columns_and_heads_mean() -> None:
     model = mlp()
     posterior = posterior_of(model, random_chances(model))

@@ -13,7 +13,6 @@ from torch.func import functional_call, jacrev  # pyright: ignore[reportPrivateI
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
 from posthoc_uq.heads import LinearizedPredictor
 from posthoc_uq.posteriors import SubnetworkBlock
 
@@ -157,28 +156,6 @@ def test_gradients_and_draws_of_functions() -> None:
     ahead, behind = (predictor((x + sign * step).detach()).entropy().sum() for sign in (1, -1))
     torch.testing.assert_close(gradient[1, 2], ((ahead - behind) / 2e-5).detach(), rtol=1e-5, atol=1e-9)
     assert predictor.functional_samples(x.detach(), n_samples=3).shape == (3, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"n": 0}, "n must be"),
-        ({"by": "size"}, "by must be one of"),
-        (
-            {"mask": {"1.weight": torch.ones(2).bool()}},
-            r"mask names '1.weight', no parameter of the layers; .*0.weight",
-        ),
-        (
-            {"mask": {"0.weight": torch.ones(5, 4)}},
-            r"mask of '0.weight' must be a bool tensor of shape \(5, 4\)",
-        ),
-        ({"mask": {"0.weight": torch.ones(4, 5).bool()}}, r"bool tensor of shape \(5, 4\)"),
-        ({"mask": {"0.weight": torch.zeros(5, 4).bool()}}, "mask chooses no weight"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PosthocUQError, match=words):
-        _fit(mlp(3, dtype=torch.float64), **options)
 
 
 def test_the_evidence_is_that_of_the_chosen_weights() -> None:

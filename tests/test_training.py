@@ -235,13 +235,6 @@ def test_what_is_not_finite_names_its_step() -> None:
     assert bool(torch.isfinite(objective.w).all())  # stopped before the step was taken
 
 
-def test_targets_are_needed() -> None:
-    with pytest.raises(PosthocUQError, match="trains on targets"):
-        trained(Quadratic(), [torch.zeros(2, 1)], epochs=1)
-    with pytest.raises(PosthocUQError, match="Early stopping needs targets"):
-        trained(Quadratic(), loader_of([0.0]), [torch.zeros(2, 1)], epochs=1)
-
-
 # Interruptions
 
 OPTIMISERS: dict[str, Callable[[Any], Optimizer]] = {

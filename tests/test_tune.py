@@ -659,38 +659,3 @@ def test_no_search_takes_a_score_of_data_that_are_not_finite(value: float) -> No
         with pytest.raises(PosthocUQError, match="targets are not finite"):
             search(posterior, [(x, wrong)], progress=False)
     assert (posterior.settings, posterior.history) == before
-
-
-MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    ("", {"temperature": True}, "needs no data"),
-    ("", {"noise": True}, "regression"),
-    ("", {"criterion": "faithful"}, "needs data"),
-    ("", {"criterion": "leave_one_out"}, "needs data: pass a loader of the training data"),
-    ("", {"head": "linearized"}, "needs no head"),
-    ("labels", {"criterion": "evidence"}, "needs no data"),
-    ("labels", {"criterion": "faithful", "parameters": ("scale",)}, "needs neither"),
-    ("labels", {"per_layer": True}, "per_layer"),
-    ("labels", {"noise": True}, "noise=True"),
-    ("labels", {"noise": False, "parameters": ("noise",)}, "parameters"),
-    ("labels", {"parameters": ("colour",)}, "among"),
-    ("labels", {"prior_precisions": [1.0]}, "prior_precisions"),
-    ("labels", {"groups": [0, 1]}, "for criterion='leave_one_out'"),
-    ("labels", {"criterion": "faithful", "initialisations": 2}, "for criterion='leave_one_out'"),
-    ("labels", {"criterion": "leave_one_out", "head": "sampling", "noise": True}, "leave head, noise out"),
-    ("labels", {"criterion": "leave_one_out", "link": "mc"}, "leave link out"),
-    ("labels", {"temperature": False, "parameters": ()}, "nothing to tune"),
-    ("labels", {"head": "moments", "n_probes": 3}, "n_probes"),
-    ("inputs", {}, "inputs alone"),
-]
-
-
-def test_mistakes_are_named() -> None:
-    posterior = fit(prior_precision=1.0)
-    before, held_out = posterior.settings, classifier()[2]
-    loaders: dict[str, list[Any]] = {"": [], "labels": [held_out], "inputs": [[held_out[0][0]]]}
-    for data, options, word in MISTAKES:
-        with pytest.raises(PosthocUQError, match=word):
-            tune(posterior, *loaders[data], **options)
-    assert posterior.settings == before
-    with pytest.raises(PosthocUQError, match="logits"):
-        tune(fit_regression(prior_precision=1.0), [regression()[1:]], temperature=True)

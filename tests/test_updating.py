@@ -9,18 +9,16 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from networks import batches, inputs_of, mlp, short
+from networks import batches, inputs_of, mlp
 from torch import Tensor, nn
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors import NotContainedError, Weights
 from posthoc_uq.posteriors.block import combined, combined_matrices
 
@@ -339,39 +337,6 @@ class Unread:
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("read")
-
-
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in METHODS_THAT_CAN | {"subnetwork": 0}]
-)
-def test_methods_that_cannot(method: str) -> None:
-    posterior = uq.fit(make_net(), OLD[:1], short(method), progress=False)
-    with pytest.raises(uq.PosthocUQError, match="it again"):
-        update(posterior, Unread())
-
-
-def test_what_else_is_refused() -> None:
-    model = make_net()
-    posterior, (x, y) = fit(model, OLD, "diag"), NEW[0]
-    facts = {name: fact for name, fact in posterior.history.fit.items() if name != "fisher"}
-    unknown = posterior.replaced(history=replace(posterior.history, fit=facts))
-    refused: list[tuple[Any, Any, str]] = [
-        (fit(model, OLD, uq.KFAC()), Unread(), "keep_grams=True"),
-        ("posterior.h5", NEW, "takes a posterior"),
-        (posterior, [], "no batch"),
-        (posterior, [(x, y + 5)], "abel"),
-        (posterior, [(x * float("nan"), y)], "finite"),
-        (unknown, Unread(), "which labels"),
-    ]
-    for given, loader, word in refused:
-        with pytest.raises(uq.PosthocUQError, match=word):
-            update(given, loader)
-    with torch.inference_mode(), pytest.raises(uq.PosthocUQError, match="inference_mode"):
-        update(posterior, Unread())
-    with torch.no_grad():
-        model.last.bias += 1
-    with pytest.raises(uq.PosteriorMismatchError, match="changed after"):
-        update(posterior, Unread())
 
 
 class Broken:

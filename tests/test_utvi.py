@@ -312,8 +312,6 @@ def test_what_it_starts_from() -> None:
     laplace = uq.fit(model, data, "diag", prior_precision=4.0, progress=False)
     begun = fit(model, data, uq.UTVI(**still, initial=laplace))
     torch.testing.assert_close(begun.variance(), laplace.variance(), rtol=1e-4, atol=0)
-    with pytest.raises(uq.PosteriorMismatchError, match="on the same model"):
-        fit(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), data, uq.UTVI(initial=laplace))
 
 
 def test_frozen_means() -> None:
@@ -337,8 +335,6 @@ def test_the_noise_of_a_regression() -> None:
     posterior = fit(model, batches(x, y, 50), method, likelihood="regression", noise_variance=1.0)
     assert posterior.likelihood.noise_variance is not None
     assert float(posterior.likelihood.noise_variance) == pytest.approx(0.25, rel=0.25)
-    with pytest.raises(uq.PosthocUQError, match="noise='learned' is for likelihood='regression'"):
-        fit(model, [(x, torch.ones(400, 1))], method, likelihood="binary")
 
 
 def test_held_out_data_choose_the_epoch() -> None:
@@ -352,15 +348,6 @@ def test_held_out_data_choose_the_epoch() -> None:
     assert float(loss) == pytest.approx(min(losses), rel=1e-4)
 
 
-def test_what_does_not_go_together() -> None:
-    with pytest.raises(uq.PosthocUQError, match="goes with objective='predictive'"):
-        uq.UTVI(noise="none")
-    with pytest.raises(uq.PosthocUQError, match="do not go with it"):
-        uq.UTVI(start="random", train_mean=False)
-    with pytest.raises(uq.PosthocUQError, match="kl_floor must be"):
-        uq.UTVI(kl_floor=1.5)
-
-
 def test_a_layer_that_moments_do_not_reach() -> None:
     class Strange(nn.Module):
         def __init__(self) -> None:
@@ -371,8 +358,6 @@ def test_a_layer_that_moments_do_not_reach() -> None:
             return self.last(torch.special.i0(self.first(x)))
 
     model, x = Strange().eval(), inputs_of(4)
-    with pytest.raises(uq.PosthocUQError, match=r"[Nn]o rule carries mean and variance through"):
-        fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1))
     posterior = fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1, unknown="unscented"))
     assert bool((posterior.variance()["first.weight"] > 0).all())
 

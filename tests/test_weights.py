@@ -414,44 +414,12 @@ def test_the_first_batch_may_count_nothing() -> None:
     assert wanted.evidence.total == len(x) - 5
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (lambda w: -w.float(), "finite and not negative; this batch's run from -"),
-        (lambda w: w / 0.0, "finite and not negative"),
-        (lambda w: w.double() * 1e20, "too large: .* Divide all weights by their mean"),
-        (lambda w: torch.full((len(w),), float("nan")), "finite and not negative"),
-        (lambda w: w[:, None].float(), r"must have the shape \(5,\), one a sample, not \(5, 1\)"),
-        (lambda w: w[:2], r"Batch 0: The weights of a batch of 5 samples must have the shape"),
-        (lambda w: 0 * w, "The weights of all samples are 0"),
-        (lambda w: "many", "must give a tensor of numbers, one a sample, not a str"),
-        (lambda w: w + 1j, "must be real numbers"),
-    ],
-)
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_weights_that_are_none(weights: Callable[[Tensor], Any], message: str, likelihood: str) -> None:
-    model, (x, y, w) = net(), images()
-    y = y if likelihood == "classification" else torch.randn(len(x), 3)
-    read = READ | {"batch_to_weights": lambda batch: weights(batch[2])}
-    with pytest.raises(PosthocUQError, match=message):
-        fit(model, weighted(x, y, w), "diag", likelihood=likelihood, **read)
-
-
 def test_weights_of_positions_of_another_shape() -> None:
     model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(False)
     with pytest.raises(
         PosthocUQError, match=r"\(5,\), one a sample, or \(5, 4\), one a position, not \(5, 3\)"
     ):
         fit(model, weighted(x, y, w[:, :3]), "diag", likelihood=kind, **READ)
-
-
-def test_message_passing_has_none() -> None:
-    model, (x, y, w) = net().float(), images()
-    with pytest.raises(PosthocUQError, match="no weights of samples"):
-        uq.fit(model, weighted(x.float(), y, w), "message_passing", progress=False, **READ)
-    posterior = uq.fit(model, [(x.float(), y)], uq.MessagePassing(posterior="full"), progress=False)
-    with pytest.raises(PosthocUQError, match="no weights of samples"):
-        uq.update(posterior, weighted(x.float(), y, w), progress=False, **READ)
 
 
 def test_batches_are_cut_with_their_weights() -> None:
