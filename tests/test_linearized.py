@@ -613,6 +613,10 @@ def test_a_last_layer_that_later_inputs_use_otherwise() -> None:
             if way == "by name":
                 return self.last(input=h)
             outputs = self.last(h)
+            if way == "tripled":
+                outputs.mul_(3)
+            if way == "overwritten, without a graph":
+                h.detach().zero_()
             return outputs + 0 * h.zero_() if way == "overwritten" else outputs
 
     with torch.random.fork_rng():
@@ -626,8 +630,16 @@ def test_a_last_layer_that_later_inputs_use_otherwise() -> None:
     torch.testing.assert_close(predictor.functional_variance(x, "twice"), exact)
     assert float((exact / expected - 1).abs().max()) > 0.1
     torch.testing.assert_close(predictor.functional_variance(x, way="by name"), expected)
-    with pytest.raises(uq.PosthocUQError, match="was changed in place after the layer used it"):
-        predictor.functional_variance(x, "overwritten")
+    for way in ("overwritten", "overwritten, without a graph"):
+        with pytest.raises(uq.PosthocUQError, match="was changed in place after the layer used it"):
+            predictor.functional_variance(x, way)
+    torch.testing.assert_close(predictor.functional_variance(x, "tripled"), 9 * expected)
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, _, outputs: 3 * outputs if getattr(module, "in_features", 0) == 3 else None
+    )
+    torch.testing.assert_close(predictor.functional_variance(x), 9 * expected)
+    hook.remove()
+    torch.testing.assert_close(predictor.functional_variance(x), expected)
 
 
 @pytest.mark.parametrize("shape", ["(batch,)", "(batch, 1)", "(batch, 25)"])

@@ -15,19 +15,19 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # operations, of float64, host reads
 BOUNDS = {
     "mlp": {
-        "prediction, last": (350, 88, 3),
+        "prediction, last": (290, 76, 2),
         "prediction, all": (860, 86, 9),
         "sweep's batch, last": (270, 10, 8),
         "sweep's batch, all": (360, 10, 8),
-        "search's trial, last": (640, 204, 4),
+        "search's trial, last": (620, 204, 3),
         "search's trial, all": (300, 80, 3),
     },
     "lenet": {
-        "prediction, last": (355, 88, 3),
+        "prediction, last": (294, 76, 2),
         "prediction, all": (1260, 98, 13),
         "sweep's batch, last": (278, 10, 8),
         "sweep's batch, all": (500, 10, 8),
-        "search's trial, last": (630, 204, 4),
+        "search's trial, last": (613, 204, 3),
         "search's trial, all": (300, 80, 3),
     },
 }

@@ -79,9 +79,9 @@ BOUNDS = {
     "last-layer fit, files": 50,
     "default fit": 725,
     "default fit, files": 68,
-    "later prediction": 96,
+    "later prediction": 95,
     "later prediction, files": 22,
-    "operations": 120,
+    "operations": 82,
 }
 """``"operations"`` are those of a later prediction of a last layer above a forward pass of the network."""
 

@@ -186,7 +186,12 @@ class Batch:
 
             args, kwargs = tree_map(changed, (self.args, self.kwargs))
         else:
-            args, kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+
+            def each(value: Any) -> Any:
+                return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
+
+            args = tuple(map(each, self.args))
+            kwargs = {name: each(value) for name, value in self.kwargs.items()}
         return Batch(args, self.targets, kwargs, self.weights, self.whole)
 
     def to(self, device: torch.device) -> Batch:

@@ -294,7 +294,7 @@ class LinearizedPredictor(GaussianPredictor):
         if torch.compiler.is_compiling():  # a tracer makes a graph of its own of each mode
             yield
             return
-        with full_precision():
+        with full_precision(self._prepared.device):
             if kept and self._differentiated:
                 yield
             else:
@@ -476,8 +476,8 @@ class LinearizedPredictor(GaussianPredictor):
         weights, last = self._weight_covariance(), prepared.last(batch)
         alone = last if self._engine == "auto" and len(self._posterior.layers) == 1 else None
         if alone is not None and alone.hooked:
-            outputs, calls = alone.run(batch)
-            closed = alone.outputs(self._chosen, outputs, calls, samples, weights, calls)
+            outputs, calls, own = alone.run(batch)
+            closed = alone.outputs(self._chosen, outputs, calls, samples, weights, calls, own)
             if closed is not None:
                 return closed
         from posthoc_uq.heads.linearization import Linearization

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from posthoc_uq.layers.operands import Rows
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.draws import LogitCovariance, MatrixProduct, OutputGaussian, of_product
 from posthoc_uq.likelihoods.labels import Layout
+from posthoc_uq.likelihoods.prediction import at_least_float32
 from posthoc_uq.posteriors.covariance import Covariance, Mode
 
 ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
@@ -298,11 +299,32 @@ def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], MatrixP
     return LogitCovariance.cat(parts)
 
 
+class CaughtCall(NamedTuple):
+    """A call of the last layer.
+
+    Attributes:
+        call: with its input.
+        output: what it returned.
+        writes: how often output and input were written then, which torch counts; None where it does not, or where other
+            hooks saw the call.
+    """
+
+    call: Call
+    output: Tensor
+    writes: tuple[int, int] | None
+
+    def returned(self, outputs: Tensor) -> bool:
+        """Whether these are the very tensor that it returned, and neither this nor its input were written since."""
+        now = self.output, self.call.input
+        return outputs is self.output and self.writes == tuple(tensor._version for tensor in now)
+
+
 class LastLayer:
     """The layer whose outputs may be the model's, as the dry run found it.
 
     Where it is a plain module, its input is caught by a hook on this module of a copy of the network, in a pass that
-    nothing else watches; several threads can run it at once. Elsewhere it is in what a `Capture` records.
+    nothing else watches; several threads can run it at once. Elsewhere it is in what a `Capture` records. The hook
+    catches the output, too: once numbers have shown that a model returns it, the very tensor is looked for.
 
     Attributes:
         layer: the layer.
@@ -322,7 +344,7 @@ class LastLayer:
         self._weight = network.get_parameter(self.layer.weight)
         self._matrix = self._rule.to_matrix(self._weight, self.layer.groups)[0]
         self._bias = None if self.layer.bias is None else network.get_parameter(self.layer.bias)
-        self._local = threading.local()
+        self._local, self._compared = threading.local(), False
         module = network.get_submodule(tracked.holders[0][0]) if len(tracked.holders) == 1 else None
         self.hooked = (
             module is not None
@@ -331,7 +353,7 @@ class LastLayer:
             and self._is_plain(module)
         )
         if self.hooked and module is not None:
-            module.register_forward_pre_hook(self._catch)
+            module.register_forward_hook(self._catch)
 
     @staticmethod
     def of(capture: Capture) -> LastLayer | None:
@@ -346,22 +368,29 @@ class LastLayer:
             return False
         return not any(isinstance(m, _OPENED) for m in self._network.modules())
 
-    def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        caught: list[Call] | None = getattr(self._local, "caught", None)
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        caught: list[CaughtCall] | None = getattr(self._local, "caught", None)
         if caught is not None:
+            hooks: Any = nn.modules.module
+            alone = len(vars(module)["_forward_hooks"]) == 1 and not hooks._global_forward_hooks
             for value in args:
                 kept = value.detach().clone() if self._changed_later else value.detach()
-                caught.append(Call(self.layer, kept, self._geometry))
+                counted = alone and not (output.is_inference() or kept.is_inference())
+                writes = (output._version, kept._version) if counted else None
+                caught.append(CaughtCall(Call(self.layer, kept, self._geometry), output, writes))
 
-    def run(self, batch: Batch) -> tuple[Tensor, list[Call]]:
-        """The network's outputs for a batch, and the calls of the layer, where it is `hooked`."""
-        self._local.caught = caught = list[Call]()
+    def run(self, batch: Batch) -> tuple[Tensor, list[Call], bool]:
+        """The network's outputs for a batch, the calls of the layer, where it is `hooked`, and whether the outputs are
+        what one of them returned, which nothing wrote to afterwards.
+        """
+        self._local.caught = caught = list[CaughtCall]()
         try:
             with torch.enable_grad():  # a model may differentiate on its way
-                outputs = batch.copied().call(self._network).detach()
+                outputs = batch.copied().call(self._network)
         finally:
             self._local.caught = None
-        return outputs, caught
+        own = any(call.writes is not None and call.returned(outputs) for call in caught)
+        return outputs.detach(), [call.call for call in caught], own
 
     def outputs(
         self,
@@ -371,9 +400,11 @@ class LastLayer:
         samples: int,
         weights: WeightCovariance,
         watched: Sequence[Call],
+        own: bool = False,
     ) -> LastLayerOutputs | None:
-        """The outputs of a pass with their covariance, if they are those of the layer; else None. That is decided by
-        numbers: ``W a`` is recomputed from the layer's input and compared.
+        """The outputs of a pass with their covariance, if they are those of the layer; else None. Where they are not
+        known to be, numbers decide, as they do the first time: ``W a`` is recomputed from the layer's input and
+        compared.
 
         With positions it is a linear layer, or a pointwise convolution, on the grid of the outputs.
 
@@ -384,6 +415,7 @@ class LastLayer:
             samples: in the batch.
             weights: the covariance of all weights.
             watched: see `LinearizedOutputs`.
+            own: whether they are the tensor that the layer returned.
         """
         layer, layout = self.layer, chosen.layout(outputs, samples)
         whole = outputs.unsqueeze(1) if outputs.ndim == 1 else outputs
@@ -395,7 +427,7 @@ class LastLayer:
             return None
         if positions and not (layer.pointwise and grid_of(calls[0]) == positions):
             return None
-        x = calls[0].input.detach()
+        x = calls[0].input
         if not self._rule.convolutional:
             x = self._rule.features(x)
             x = x.reshape(samples, -1, x.shape[-1])
@@ -403,12 +435,14 @@ class LastLayer:
         if activations.positions != prod(positions):
             return None
         rows = activations.rows().flatten(0, 2)
-        step = max(1, len(rows) // max(samples, _COMPARED_POSITIONS))
-        with without_autocast(rows.device.type):
-            if not self._gives(rows[::step], compared[::step]):
-                return None
+        if not (own and self._compared):
+            step = max(1, len(rows) // max(samples, _COMPARED_POSITIONS))
+            with without_autocast(rows.device.type):
+                if not self._gives(rows[::step], compared[::step]):
+                    return None
+            self._compared = own
         found = LastLayerOutputs(chosen, layout, outputs, samples, layer, rows, weights, watched=watched)
-        if self._of_novelty and not positions and torch.promote_types(x.dtype, torch.float32) == rows.dtype:
+        if self._of_novelty and not positions and at_least_float32(x).dtype == rows.dtype:
             found.features = rows
         return found
 
@@ -462,10 +496,10 @@ class LastLayerOutputs(LinearizedOutputs):
     def _parts(self) -> Sequence[Tensor]:
         """The activations, a few rows at a time."""
         rows, classes = self._activations, self._rows.shape[1]
-        if torch.compiler.is_compiling():  # under a tracer the number of rows is a symbol
+        if torch.compiler.is_compiling():  # the number of rows is a symbol
             return (rows,)
-        limit = min(_MAX_ROW_BYTES, self._weights.limit)
-        return rows.split(max(1, limit // (8 * classes * (4 + rows.shape[1]))))
+        step = max(1, min(_MAX_ROW_BYTES, self._weights.limit) // (8 * classes * (4 + rows.shape[1])))
+        return rows.split(step) if step < len(rows) else (rows,)
 
     def row_variances(self) -> Tensor:
         """Of the outputs by the layer's own weights, ``(rows, classes)``."""

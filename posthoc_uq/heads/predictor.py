@@ -120,12 +120,16 @@ def check_finite(
     """
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return
-    # the largest of numbers among which one is NaN is NaN
-    largest = list[Tensor]()
+    # both ends of numbers among which one is NaN are NaN
+    least, most = list[Tensor](), list[Tensor]()
     for name, tensor in answers.items():
         if tensor.is_floating_point() and tensor.numel():
-            largest.append((tensor if name in _MASKED else tensor.abs()).amax())
-    if not largest or torch.stack(largest).amax().item() < math.inf:
+            low, high = tensor.aminmax()
+            most.append(high)
+            if name not in _MASKED:
+                least.append(low)
+    ends: list[float] = torch.stack([*most, *least]).tolist() if most else []
+    if all(end < math.inf for end in ends) and all(end > -math.inf for end in ends[len(most) :]):
         return
     rows = torch.stack([_valid_rows(name, tensor) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()

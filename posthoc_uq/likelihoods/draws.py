@@ -149,10 +149,17 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     diagonal of ``B^T Sigma B`` is raised by as much.
     """
     classes = mean.shape[1]
+    if classes == 2:  # L^2 is half the variance of the difference, and float64 would add nothing
+        contrasts, of_pairs, _ = _contrasts(2, covariance.dtype, covariance.device)
+        largest = covariance.diagonal(dim1=1, dim2=2).amax(1, keepdim=True).clamp(min=_TINY)
+        floor = largest * (10 * torch.finfo(covariance.dtype).eps)
+        half = (covariance.flatten(1) @ of_pairs).clamp(min=0) + floor
+        root = half.sqrt().unsqueeze(1) * contrasts
+        return _spread(root, (2 * half).expand(-1, 2), None, mean, -root)
     wide = as_double(covariance)
     if classes > EXACT:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
-    program = torch.compiler.is_compiling() and classes > 2  # of few operations, by torch's solvers
+    program = torch.compiler.is_compiling()  # of few operations, by torch's solvers
     # outside of a program a NaN stays in its input
     finite, not_finite = _zero_non_finite_rows(wide) if program else (wide, None)
     contrasts, of_pairs, unit = _contrasts(classes, wide.dtype, wide.device)
@@ -160,9 +167,6 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     floor = 10 * torch.finfo(covariance.dtype).eps * largest
     # samples last: the matrices are tiny
     inner = (finite.flatten(1) @ of_pairs).T.unflatten(0, (classes - 1, classes - 1)) + floor * unit
-    if classes == 2:  # L is a number
-        root = (inner * inner.clamp(min=floor).rsqrt()).movedim(-1, 0) * contrasts
-        return _spread(root, 4 * root.squeeze(-1).square(), not_finite, mean, -root)
     if program:
         factor, inverse = _root_and_inverse(inner.movedim(-1, 0))
         root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)

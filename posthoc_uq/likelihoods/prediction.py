@@ -127,12 +127,11 @@ class Prediction(ABC):
         for name, value in self._stored().items():
             dims, whole = self._dims[name]
             found = _named_sizes(dims, value)
-            if found is None or sizes | found != found | sizes:
+            if found is None or any(sizes.setdefault(dim, size) != size for dim, size in found.items()):
                 known = ", ".join(f"{dim}: {size}" for dim, size in sizes.items())
                 raise PosthocUQError(
                     f"{name} must be ({', '.join(dims)}) with {known}, not {tuple(value.shape)}."
                 )
-            sizes |= found
             if whole and (value.is_floating_point() or value.is_complex()):
                 raise PosthocUQError(f"{name} must be integers, not {value.dtype}.")
             vars(self)[name] = value if whole else at_least_float32(value)
@@ -390,7 +389,11 @@ class Prediction(ABC):
 
     def with_novelty(self: AnyPrediction, ratio: Tensor | Unread | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""
-        return self if ratio is None else self.changed(novelty_ratio=ratio)
+        if ratio is None or isinstance(ratio, Tensor):  # whose shape is checked
+            return self if ratio is None else self.changed(novelty_ratio=ratio)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), novelty_ratio=ratio)
+        return other
 
     def familiarity(self, score: str = "novelty") -> Tensor:
         """How usual an input is among the held-out ones, as a p-value: of new inputs like them at most a share a has

@@ -540,6 +540,11 @@ class Independent(Covariance):
         return self.weights.to(self.dtype)
 
     @cached_property
+    def wide_columns(self) -> Tensor:
+        """``w`` of a layer of one group in float64, ``(n, m)``."""
+        return as_double(self.weights[0]).T
+
+    @cached_property
     def root_weights(self) -> Tensor:
         """``sqrt w``, which turns J into the rows of its diagonal part."""
         return self.weights.sqrt().to(self.dtype)
@@ -720,7 +725,7 @@ class Independent(Covariance):
         self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
     ) -> Tensor:
         second = self._second_moments(as_double(mean), covariance, joint)
-        diagonal = second @ self.weight_rows(slice(None), True)[0].T  # (rows, m), or (rows, rows, m)
+        diagonal = second @ self.wide_columns  # (rows, m), or (rows, rows, m)
         return joined_rows(torch.diag_embed(diagonal), joint)
 
     def _second_moments(self, mean: Tensor, covariance: Tensor | None, joint: bool) -> Tensor:
@@ -830,6 +835,11 @@ class Kronecker(Independent):
         return self._input_basis.to(self.dtype), self._output_basis.to(self.dtype)
 
     @cached_property
+    def wide_bases(self) -> tuple[Tensor, Tensor]:
+        """``U_A`` and ``U_G`` of a layer of one group in float64."""
+        return as_double(self._input_basis[0]), as_double(self._output_basis[0])
+
+    @cached_property
     def square_weights(self) -> Tensor:
         """See `Independent`; of activations that are turned by ``U_A``."""
         return self.bases[1].square() @ self.narrow_weights
@@ -868,11 +878,11 @@ class Kronecker(Independent):
     def output_covariance(
         self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
     ) -> Tensor:
-        inputs, outputs = as_double(self._input_basis[0]), as_double(self._output_basis[0])
+        inputs, outputs = self.wide_bases
         second = self._second_moments(as_double(mean) @ inputs, None, joint)
         if covariance is not None:
             second = second + torch.einsum("ia,rij,ja->ra", inputs, as_double(covariance), inputs)
-        directions = second @ self.weight_rows(slice(None), True)[0].T
+        directions = second @ self.wide_columns
         return joined_rows((outputs * directions.unsqueeze(-2)) @ outputs.T, joint)
 
     def _squares(self, columns: Tensor) -> Tensor:

@@ -267,6 +267,16 @@ class LowRankDiagonal(Independent):
         return self._root.to(self.dtype)
 
     @cached_property
+    def wide_rows(self) -> tuple[Tensor, Tensor]:
+        """Of a layer of one group in float64 ``diag(s w)_o U_a`` of all outputs, side by side ``(n, m a)``, and
+        ``R^-1 D (U_g[o] x 1)``, ``(m, a, L)``: what the low rank takes from the covariance of two outputs is the
+        product of what these make of activations.
+        """
+        basis, outputs = as_double(self._input_basis[0]), as_double(self._output_basis[0])
+        turned = (self._wide[1][0].T.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
+        return turned, torch.einsum("og,lga->oal", outputs, self._inverse_columns()[0]).contiguous()
+
+    @cached_property
     def subtracted_rows(self) -> Tensor:
         """``T_o U_a^T diag(s w)_o`` of all outputs of a layer of one group, one below the other, ``(m a, n)``: the
         squares of their products with activations are what the low rank takes from the outputs' variances.
@@ -394,9 +404,6 @@ class LowRankDiagonal(Independent):
         """
         samples, groups, functions = cores.shape[:3]
         wide = cores.dtype == torch.float64
-        if torch.compiler.is_compiling():
-            reduced = as_double(cores).reshape(samples * functions, -1) @ self.wide_reduction[0].T
-            return reduced.reshape(samples, functions, -1)
         if not wide and groups == 1 and self._root.shape[-1] <= _MAX_PRODUCT:
             rows = cores.reshape(samples * functions, -1)
             return (rows @ self.narrow_reduction[0].T.to(rows)).reshape(samples, functions, -1)
@@ -475,19 +482,18 @@ class LowRankDiagonal(Independent):
     def output_covariance(
         self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
     ) -> Tensor:
-        inputs, weights = as_double(mean), self.weight_rows(slice(None), True)
-        diagonal = self._second_moments(inputs, covariance, joint) @ weights[0].T
-        result = joined_rows(torch.diag_embed(diagonal), joint)
+        inputs = as_double(mean)
+        diagonal = torch.diag_embed(self._second_moments(inputs, covariance, joint) @ self.wide_columns)
         if not self.width:
-            return result
-        shrunk, basis = self._scaled(weights), as_double(self._output_basis[0]).to(inputs)
+            return joined_rows(diagonal, joint)
         if covariance is None:
-            directions = self._directions(inputs[:, None, None], shrunk)[:, 0, 0].transpose(
-                1, 2
-            )  # (rows, m, a)
-            cores = basis.unsqueeze(-1) * directions.unsqueeze(2)  # (rows, m, g, a)
-            reduced = self._reduced(cores.unsqueeze(1))
-            return result - gram(reduced, "joint" if joint else "covariance").to(result)
+            turned, cores = self.wide_rows
+            directions = (inputs @ turned).unflatten(1, cores.shape[:2]).transpose(0, 1)  # (m, rows, a)
+            reduced = torch.bmm(directions, cores).transpose(0, 1)  # (rows, m, L)
+            if joint:
+                return joined_rows(diagonal, joint) - gram(reduced, "joint")
+            return torch.baddbmm(diagonal, reduced, reduced.transpose(1, 2), alpha=-1)
+        result, shrunk, basis = diagonal, self._wide[1], as_double(self._output_basis[0])
         moments = inputs.unsqueeze(2) * inputs.unsqueeze(1) + as_double(covariance)
         columns, input_basis = self._inverse_columns()[0], as_double(self._input_basis[0])
         step = max(1, _CHUNK // max(1, shrunk[0].numel()))
