@@ -30,12 +30,10 @@ CALLS = ("fit", "wrap", "load", "evaluate", "calibrate", "tune", "update", "expo
 class Row(NamedTuple):
     """A call that is refused."""
 
-    call: Callable[[], Any]
+    call: Callable[..., Any]
     words: str  # a regular expression that its message holds: what is wrong, and the way out
     kind: type[PosthocUQError] = PosthocUQError
-    cause: type[BaseException] | None = (
-        None  # the class of the error that it is raised from, where that matters
-    )
+    cause: type[BaseException] | None = None  # what it is raised from, where that matters
 
 
 def _watching(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from brute_force import class_losses, class_probabilities, matrix, per_sample, w
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError, UnsupportedLayerError
+from posthoc_uq import UnsupportedLayerError
 from posthoc_uq.core import Batch
 from posthoc_uq.curvature import find_features
 from posthoc_uq.layers import CallWatcher, prepare
@@ -473,16 +473,6 @@ def test_selection(selection: Any, expected: list[str]) -> None:
     torch.testing.assert_close(posterior.blocks[expected[0]].diagonal, diagonal, **TIGHT)
 
 
-def test_an_unknown_layer_gets_a_suggestion() -> None:
-    with pytest.raises(PosthocUQError, match=r"'2\.O'.*'2\.0'"):
-        _fit(_four(), [_x(4)], layers=["2.O"])
-
-
-def test_a_pattern_that_fits_no_layer_is_named() -> None:
-    with pytest.raises(PosthocUQError, match=r"no weighted layer '\*lora_\*'"):
-        _fit(_four(), [_x(4)], layers="*lora_*")
-
-
 def test_the_layer_view_goes_there_and_back() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, (2, 3), groups=2).double()
@@ -530,38 +520,6 @@ class _Hidden(nn.Module):
         return outputs if self.after is None else self.after(outputs)
 
 
-def _attention(x: Tensor) -> Tensor:
-    """Along the samples, as layers do that are given the samples first and expect the positions there."""
-    return torch.softmax(x @ x.T, 1) @ x
-
-
-BY_OTHERS: dict[str, Any] = {
-    "mean": {"before": lambda x: x - x.mean(0)},
-    "largest": {"before": lambda x: x / x.abs().max()},
-    "attention": {"between": _attention},
-    "number": {"after": lambda outputs: outputs / len(outputs)},
-    "capacity": {
-        "after": lambda outputs: outputs * (torch.arange(len(outputs)) + 2 >= len(outputs))[:, None]
-    },
-    "statistics": {"between": nn.BatchNorm1d(6, track_running_stats=False, dtype=torch.float64).eval()},
-}
-
-
-@pytest.mark.parametrize("layers", ["all", "last"])
-@pytest.mark.parametrize("cause", BY_OTHERS)
-def test_outputs_that_depend_on_the_other_samples_are_refused(cause: str, layers: str) -> None:
-    named = r"'between' \(BatchNorm1d\)" if cause == "statistics" else "statistics of the batch"
-    with pytest.raises(UnsupportedLayerError, match=f"depend on the other samples of its batch: .*{named}"):
-        _prepare(_Hidden(**BY_OTHERS[cause]), _x(4), layers)
-
-
-def test_dependence_is_seen_where_the_first_two_samples_are_the_same() -> None:
-    x = _x(4).clone()
-    x[1] = x[0]
-    with pytest.raises(UnsupportedLayerError, match="depend on the other samples of its batch"):
-        _prepare(_Hidden(**BY_OTHERS["mean"]), x, "all")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_rounding_is_no_dependence(dtype: torch.dtype, samples: int) -> None:
@@ -572,19 +530,6 @@ def test_rounding_is_no_dependence(dtype: torch.dtype, samples: int) -> None:
     with torch.no_grad():
         wide[2].bias -= wide(_x(4)[:1].to(dtype)).squeeze()  # nearly nothing is left of the first output
     prepare(wide, Batch((_x(4)[:samples].to(dtype),)))
-
-
-@pytest.mark.parametrize("layers", ["all", "last"])
-def test_randomness_that_is_never_off_is_named(layers: str) -> None:
-    never_off = nn.functional.dropout
-    for between in (lambda h: never_off(h, 0.5, training=True), lambda h: h + torch.randn_like(h)):
-        with pytest.raises(UnsupportedLayerError, match="differ from run to run, also in eval mode"):
-            _prepare(_Hidden(between), _x(4), layers)
-
-
-def test_a_fixed_batch_size_is_named() -> None:
-    with pytest.raises(UnsupportedLayerError, match=rf"batch size is fixed, as by x.view\({SAMPLES}, ...\)"):
-        _prepare(_Hidden(lambda h: h.view(SAMPLES, 6)), _x(4))
 
 
 @pytest.mark.parametrize("method", ["diag", "kfac", "inf", "utvi"])

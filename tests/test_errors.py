@@ -1,16 +1,15 @@
-"""Warnings point at the user's line, an error of the model reaches its caller, a device that is not there is named."""
+"""Warnings point at the user's line, and an error of the model reaches its caller."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from networks import batches, inputs_of, targets_of
-from small_fits import fit, inputs, labels, net, refused
+from small_fits import fit, inputs, labels, net
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -24,20 +23,6 @@ def test_numbers_of_a_posterior() -> None:
     assert posterior.prior_precision == 3.0
     posterior = posterior.with_settings(prior_precision={"0": torch.tensor(1.0), "2": 3.0})
     assert posterior.prior_precision == {"0": 1.0, "2": 3.0} and posterior.layer_prior("2") == 3.0
-
-
-def test_devices_that_are_not_there(tmp_path: Path) -> None:
-    model = net()
-    uq.save(fit(model), tmp_path / "p.h5")
-    for device, message in {
-        "xpu:90": r"device='xpu:90' is not there: .*leave device out",
-        "graphics": "device='graphics' is not there: torch knows none of this name",
-        "meta": "device='meta' is no place for numbers",
-    }.items():
-        refused(message, lambda device=device: uq.load(tmp_path / "p.h5", model, device=device))
-    if not torch.cuda.is_available():
-        said = "device='cuda' is not there: torch finds no cuda device that it can use"
-        refused(said, lambda: uq.load(tmp_path / "p.h5", model, device="cuda"))
 
 
 def _few_steps() -> Any:

@@ -577,19 +577,6 @@ def test_soft_labels_are_rated_by_their_mean(tmp_path: Path) -> None:
     assert uq.inspect(tmp_path / "plain.h5")["likelihood"] == {"name": "classification"}
 
 
-def test_soft_labels_are_checked() -> None:
-    model, x, soft = soft_data()
-    for wrong in (soft * 2, -soft, soft.log()):
-        with pytest.raises(uq.PosthocUQError, match="Batch 0: Soft labels must be probabilities"):
-            uq.fit(model, [(x, wrong)], progress=False)
-    with pytest.raises(uq.PosthocUQError, match=r"or probabilities of shape \(24, 3\)"):
-        uq.fit(model, [(x, soft[:, :2])], progress=False)
-    with pytest.raises(uq.PosthocUQError, match="soft ones of shape"):
-        uq.fit(model, [(x, soft)], "message_passing", progress=False)
-    with pytest.raises(uq.PosthocUQError, match="label_smoothing must be"):
-        uq.Categorical(label_smoothing=1.0)
-
-
 # What the predictions say
 
 
@@ -699,38 +686,9 @@ def test_exported(name: str, head: str) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "outputs", "targets", "sentence"),
-    [
-        (uq.Multilabel(), (4, 3), torch.zeros(4), r"0 or 1 for each of 3 labels.*not \(4,\)"),
-        (uq.Multilabel(), (4, 3), torch.full((4, 3), 0.5), "must be 0 or 1"),
-        (uq.Multilabel(), (4,), None, r"outputs of shape \(samples, labels\)"),
-        (uq.Poisson(), (4, 1), torch.full((4,), 0.5), "whole numbers of at least 0; these run from 0.5"),
-        (uq.Poisson(), (4, 1), torch.tensor([0, 1, -1, 2]), "these run from -1 to 2"),
-        (uq.Poisson(), (4, 2), torch.zeros(4), "do not fit outputs"),
-        (uq.Poisson(), (4, 2, 2), None, "logarithms of means"),
-        (uq.Gamma(), (4, 1), torch.zeros(4), "finite numbers above 0"),
-        (uq.Heteroscedastic(), (4, 3), None, "all means and after them the logarithms"),
-        (uq.Heteroscedastic(), (4, 2), torch.zeros(4, 2), "a mean and a log variance for each of 1 targets"),
-        (uq.Heteroscedastic(), (4, 2), torch.full((4,), math.nan), "not finite"),
-        (uq.Ordinal(), (4, 2), torch.tensor([0, 1, 2, 3]), "3 ordered classes; labels must lie in 0..2"),
-        (uq.Ordinal(), (4,), None, r"\(samples, classes - 1\)"),
-        (uq.Ordinal([0.0, 1.0]), (4, 2), None, "leave the thresholds out"),
-        (uq.Ordinal([0.0, 1.0]), (4, 1), torch.zeros(4), "Labels must be integers"),
-    ],
-)
-def test_targets_and_outputs_that_do_not_fit(
-    likelihood: Likelihood, outputs: tuple[int, ...], targets: Tensor | None, sentence: str
-) -> None:
-    with pytest.raises(uq.PosthocUQError, match=sentence):
-        likelihood.check(torch.zeros(outputs), targets)
-
-
 def test_cumulative_logits_are_an_option() -> None:
     model, labels = network("ordinal, cumulative"), torch.arange(SAMPLES) % 3
     x = data("ordinal, cumulative", model)[0]
-    with pytest.raises(uq.PosthocUQError, match="that do not increase from one step"):
-        uq.fit(mlp(3).double(), [(x, labels)], likelihood=uq.Ordinal(cumulative=True), progress=False)
     # the same model by its latent output
     latent = nn.Sequential(model[0], model[1], nn.Linear(5, 1, bias=False).double())
     with torch.no_grad():
@@ -739,20 +697,6 @@ def test_cumulative_logits_are_an_option() -> None:
     expected = uq.Ordinal(cumulative=True).log_prob(model(x), labels)
     torch.testing.assert_close(own.log_prob(latent(x), labels), expected)
     assert not own.logits and uq.Ordinal().logits
-
-
-def test_settings_that_are_refused() -> None:
-    for thresholds in ([], [1.0, 1.0], [2.0, 1.0], [math.nan], "high", None):
-        if thresholds is not None:
-            with pytest.raises(uq.PosthocUQError, match="thresholds must"):
-                uq.Ordinal(thresholds)
-    with pytest.raises(uq.PosthocUQError, match="Pass one of the two"):
-        uq.Ordinal([0.0], cumulative=True)
-    for wrong in (0.0, -1.0, math.inf, "one"):
-        with pytest.raises(uq.PosthocUQError, match="dispersion must be"):
-            uq.NegativeBinomial(wrong)
-        with pytest.raises(uq.PosthocUQError, match="shape must be"):
-            uq.Gamma(wrong)
 
 
 @pytest.mark.parametrize(

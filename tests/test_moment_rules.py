@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posthoc_uq import PosthocUQError
 from posthoc_uq.moments import MomentTensor, Pass, Rules, moments_of
 from posthoc_uq.moments.unscented import unscented
 
@@ -260,12 +259,11 @@ def test_a_softmax_by_groups_varies_like_a_softmax() -> None:
         torch.testing.assert_close(found.moment_variance[places], alone.moment_variance, rtol=0.3, atol=0)
 
 
-def written(x: Tensor, view: bool = False) -> Tensor:
+def written(x: Tensor) -> Tensor:
     total = torch.zeros(3, 4, dtype=x.dtype)
-    row = total[0]
     result = total.index_add_(0, PLACES, x)
     assert result.shape == (3, 4)
-    return row * 1.0 if view else total + 1.0  # the tensor itself, not what the function returned
+    return total + 1.0  # the tensor itself, not what the function returned
 
 
 def test_what_an_activation_was_written_into_is_uncertain_from_then_on() -> None:
@@ -274,8 +272,6 @@ def test_what_an_activation_was_written_into_is_uncertain_from_then_on() -> None
     torch.testing.assert_close(found.moment_mean, written(mean))
     expected = delta_variance(written, mean, variance).reshape(3, 4)
     torch.testing.assert_close(found.moment_variance, expected)
-    with pytest.raises(PosthocUQError, match="view of a plain tensor is used after"):
-        run(lambda x: written(x, view=True), (mean, variance))
 
 
 @pytest.mark.parametrize("name", DELTA)
@@ -540,67 +536,6 @@ def test_what_is_certain_stays_plain() -> None:
     assert isinstance(run(function, pair(2, 3)), MomentTensor)
 
 
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "sort": lambda x: torch.sort(x),
-    "write": lambda x: x.__setitem__(0, 0.0),
-    "write into plain": lambda x: torch.zeros(2, 3).double().__setitem__(0, x[0]),
-    "add into a view of plain": lambda x: torch.zeros(2, 3).double()[:].add_(x),
-    "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool(x.sum()),
-    "numpy": lambda x: x.numpy(),
-    "integers": lambda x: x.to(torch.int64),
-    "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
-    "dropout": lambda x: F.dropout(x, 0.5, training=True),
-    "view in place": lambda x: _view_in_place(x),
-    "view of a view in place": lambda x: _view_of_a_view(x),
-    "second view": lambda x: _second_view(x),
-    "out": lambda x: torch.add(x, 1.0, out=torch.zeros(2, 3).double()),
-    "an activation as a number": lambda x: torch.full_like(x, x[0, 0]),
-    "fill plain": lambda x: torch.zeros(2, 3).double().masked_fill_(x > 0, x[0, 0]),
-    "index": lambda x: randn(5)[x],
-    "computed weight": lambda x: F.linear(randn(1, 3), x),
-}
-
-
-def _view_in_place(x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[:, :2].relu_()
-    return y
-
-
-def _view_of_a_view(x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[:, :2].t().add_(5.0)
-    return y
-
-
-def _second_view(x: Tensor) -> Tensor:
-    y = x * 1.0
-    first = y.view(-1)
-    del first
-    second = y.view(-1)
-    y.add_(5.0)
-    return second
-
-
-@pytest.mark.parametrize("name", ["item", "add into a view of plain", "in place"])
-def test_the_fallback_refuses_what_has_no_variance(name: str) -> None:
-    functions: dict[str, Callable[[Tensor], Any]] = {
-        "item": lambda x: x.sum().item(),
-        "add into a view of plain": lambda x: torch.zeros(3, 3).double()[:].index_add_(0, PLACES[:2], x),
-        "in place": lambda x: x.round_(),
-    }
-    with pytest.raises(PosthocUQError):
-        run(functions[name], pair(2, 3), unknown="unscented")
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_variance_is_never_lost_in_silence(name: str) -> None:
-    with pytest.raises(PosthocUQError) as error:
-        run(REFUSED[name], pair(2, 3))
-    assert "\n" not in str(error.value)
-
-
 def test_functions_without_a_rule() -> None:
     x = pair(30, 4, spread=0.1)
 
@@ -635,15 +570,6 @@ def test_several_outputs_of_a_function_without_a_rule() -> None:
     x = pair(30, 4, spread=0.1)
     values = run(lambda a: torch.linalg.qr(a)[1], x, unknown="unscented")
     assert isinstance(values, MomentTensor)
-    with pytest.raises(PosthocUQError, match="int64"):
-        run(lambda a: torch.topk(a, 2), x, unknown="unscented")
-
-
-def test_outside_of_a_pass_nothing_works() -> None:
-    x = MomentTensor(*pair(2))
-    with pytest.raises(PosthocUQError, match="outside the pass"):
-        torch.relu(x)
-    assert "MomentTensor" in repr(x)
 
 
 def test_half_precision_keeps_variances_in_float32() -> None:
@@ -731,5 +657,3 @@ def test_a_loss_beside_the_outputs_is_that_of_the_mean() -> None:
     logits, labels = pair(4, 3), torch.tensor([0, 2, 1, 0])
     loss = run(lambda x: F.cross_entropy(x, labels), logits)
     torch.testing.assert_close(loss, F.cross_entropy(logits[0], labels))
-    with pytest.raises(PosthocUQError, match="cross_entropy"):  # one for each sample may be the output itself
-        run(lambda x: F.cross_entropy(x, labels, reduction="none"), logits)

@@ -163,7 +163,7 @@ def test_hyperparameters_are_checked(setting: str, fitted: tuple[nn.Module, uq.P
         *(each for each in NO_NUMBER if each is not None),
         -1.0,
         1e31,
-        *([1e-31] if setting != "residual_weight" else []),
+        *([0.0, 1e-31] if setting != "residual_weight" else [1.5]),
     ):
         refused(lambda v=value: posterior.with_settings(**{setting: v}), setting)
     assert posterior.settings == before

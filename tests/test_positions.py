@@ -342,17 +342,11 @@ def test_reductions() -> None:
     assert bool(masked[3].isnan()) and masked[0] == pytest.approx(float(entropy[0][mask[0]].mean()))
     assert prediction.per_input(entropy, "largest", mask=mask)[0] == entropy[0][mask[0]].max()
     torch.testing.assert_close(prediction.scores()["entropy"], entropy.mean((1, 2)))
-    with pytest.raises(uq.PosthocUQError, match="scores of positions are"):
-        prediction.per_input("nonsense")
-    with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* \(6, 2, 2\)"):
-        prediction.per_input(mask=mask[:2])
     again = PositionPrediction.cat([prediction, prediction])
     assert len(again) == 12 and torch.equal(again.probs[6:], prediction.probs)
     assert torch.equal(again.picked(torch.arange(12) == 7).probs[0], prediction.probs[1])
     assert torch.equal(again.picked(slice(6, 12)).logits_mean, prediction.logits_mean)
     assert torch.equal(prediction.to("cpu").to_dict()["entropy"], entropy)
-    with pytest.raises(uq.PosthocUQError, match="pad all inputs to one size"):
-        PositionPrediction.cat([prediction, positions_of_draws([torch.randn(2, 3, 3, 5)], Layout())])
 
 
 @EVERY
@@ -573,28 +567,6 @@ def test_top_classes_by_backward_passes() -> None:
 # Errors
 
 
-def test_errors_say_what_to_do() -> None:
-    own = case("image")
-    outputs = own.model(own.x)
-    for options, words in (
-        ({"class_dim": 2}, "class_dim must be"),
-        ({"ignore_index": 3.5}, "whole number"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=words):
-            uq.Categorical(**options)
-    likelihood = uq.Categorical()
-    with pytest.raises(uq.PosthocUQError, match=r"labels of shape \(6, 2, 2\), not"):
-        likelihood.check(outputs, own.y.flatten(1))
-    with pytest.raises(uq.PosthocUQError, match="would fit class_dim=-1"):
-        likelihood.check(torch.zeros(6, 4, 5), torch.zeros(6, 4, dtype=torch.int64))
-    with pytest.raises(uq.PosthocUQError, match=r"0\.\.2, or be ignore_index=-100"):
-        likelihood.check(outputs, torch.full_like(own.y, 3))
-    with pytest.raises(uq.PosthocUQError, match="one dimension of tokens"):
-        uq.Categorical(next_token=True).check(outputs, own.y)
-    with pytest.raises(uq.PosthocUQError, match="one dimension of tokens"):
-        uq.Categorical(next_token=True).check(torch.zeros(3, 4), None)
-
-
 # Memory
 
 
@@ -655,8 +627,6 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
     parts = PositionPrediction.cat([masked, prediction])
     torch.testing.assert_close(parts.scores()["entropy"][: len(masked)], masked.scores()["entropy"])
     torch.testing.assert_close(parts.scores()["entropy"][len(masked) :], prediction.scores()["entropy"])
-    with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* is needed"):
-        prediction.masked(mask[:2])
 
 
 @pytest.mark.parametrize(

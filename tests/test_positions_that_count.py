@@ -77,30 +77,6 @@ def test_a_weight_of_zero_ignores_a_byte() -> None:
         torch.testing.assert_close(block.diagonal, ignored.blocks[name].diagonal)
 
 
-def test_wrong_labels_say_how_they_are_ignored() -> None:
-    model, x, y = pixels()
-    with pytest.raises(
-        uq.PosthocUQError, match=r"0\.\.2, or be ignore_index=-100\. If 255 marks .*ignore_index=255\)"
-    ):
-        uq.fit(model, [(x, y)], "diag", progress=False)
-    negative = y.long().masked_fill(y == VOID, -1)
-    with pytest.raises(uq.PosthocUQError, match=r"If -1 marks positions .*ignore_index=-1\)"):
-        uq.fit(model, [(x, negative)], "diag", progress=False)
-    ignoring = uq.Categorical(ignore_index=VOID)
-    predictor = uq.wrap(
-        model, uq.fit(model, [(x, y)], "diag", likelihood=ignoring, prior_precision=1.0, progress=False)
-    )
-    with pytest.raises(uq.PosthocUQError, match=r"If -1 marks positions .*ignore_index=-1\)"):
-        predictor(x).log_prob(negative)
-    with pytest.raises(
-        uq.PosthocUQError, match=r"without a label out of the loader: ignore_index= is for outputs with"
-    ):
-        uq.Categorical().check(torch.zeros(2, 3), torch.tensor([0, -100]))
-    for value in (1.5, True, "255"):
-        with pytest.raises(uq.PosthocUQError, match="ignore_index must be a whole number"):
-            uq.Categorical(ignore_index=value)
-
-
 def tokens(samples: int = 8, length: int = 4) -> tuple[nn.Sequential, Tensor, Tensor]:
     """A network of tokens (length, 3) that looks at each by itself, and data with labels of which some are ignored."""
     torch.manual_seed(4)

@@ -120,15 +120,6 @@ def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> No
     _close(prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)), np.log(expected["probs"][:, 1]), 1e-12)
 
 
-def test_sets_are_of_classes_and_intervals_of_values() -> None:
-    classes = ClassPrediction.from_logits(_logits())
-    values = RegressionPrediction(torch.zeros(2, 1), torch.ones(2, 1), torch.ones(1))
-    with pytest.raises(PosthocUQError, match=r"prediction\.set"):
-        classes.interval()
-    with pytest.raises(PosthocUQError, match=r"prediction\.interval"):
-        values.set()
-
-
 def test_top_k_is_sorted_and_names_its_parts() -> None:
     prediction = ClassPrediction.from_logits(_logits())
     top = prediction.top_k(3)
@@ -136,9 +127,6 @@ def test_top_k_is_sorted_and_names_its_parts() -> None:
         order = sorted(range(CLASSES), key=lambda c: -float(prediction.probs[i, c]))[:3]
         assert top.labels[i].tolist() == order
         assert top.probabilities[i].tolist() == [float(prediction.probs[i, c]) for c in order]
-    for k in (0, CLASSES + 1):
-        with pytest.raises(PosthocUQError, match="between 1 and the 4 classes"):
-            prediction.top_k(k)
 
 
 def test_one_sample_has_no_epistemic_part() -> None:
@@ -217,8 +205,6 @@ def test_sums_are_as_good_as_two_passes() -> None:
         found = uq.Gaussian(1.0).from_blocks(values.split(step))
         _close(found.epistemic_variance, values.numpy().var(axis=0, ddof=1), 1e-9)
         np.testing.assert_allclose(found.mean.numpy(), values.numpy().mean(axis=0), rtol=1e-14)
-    with pytest.raises(PosthocUQError, match="at least one weight sample"):
-        uq.Gaussian(1.0).from_blocks([])
 
 
 def test_small_blocks_are_joined_up_to_a_size() -> None:
@@ -235,11 +221,6 @@ def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
     assert prediction.epistemic().tolist() == [2.0, 3.0]
     _close(prediction.entropy(), np.array([_entropy([0.25, 0.75]), 0.0]), 1e-6)
     _close(prediction.log_prob(torch.tensor([0, 0])), np.array([math.log(0.25), 0.0]), 1e-6)
-    for method in (prediction.mutual_information, prediction.expected_entropy):
-        with pytest.raises(PosthocUQError, match="no expected entropy"):
-            method()
-    with pytest.raises(PosthocUQError, match="no votes"):
-        prediction.variation_ratio()
     assert prediction.top_k(1).standard_deviations is None
     assert set(prediction.to_dict()) == {
         *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic")
@@ -280,37 +261,6 @@ def test_cat_and_to_keep_everything() -> None:
     targets = torch.arange(BATCH) % CLASSES
     torch.testing.assert_close(mixed.log_prob(targets), whole.log_prob(targets))
     assert {t.device.type for t in whole.to("meta").to_dict().values()} == {"meta"}
-
-
-def test_wrong_classification_input_is_one_clear_error() -> None:
-    prediction = ClassPrediction.from_logits(_logits())
-    cases = [
-        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4)), "binary=True"),
-        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 1)), "at least 2 classes"),
-        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2), binary=True), "binary logits"),
-        (lambda: ClassPrediction.from_logits(torch.zeros(0, 4, 2)), "at least one weight sample"),
-        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2).long()), "floating-point"),
-        (lambda: ClassPrediction(torch.ones(3), torch.ones(3), torch.ones(3)), "batch, classes"),
-        (lambda: ClassPrediction(torch.ones(3, 2), torch.ones(3, 3), torch.ones(3, 3)), "logits_mean"),
-        (lambda: ClassPrediction(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 1)), "logits_variance"),
-        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, torch.ones(2)), "sample_entropy"),
-        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, None, torch.ones(3, 1)), "log_probs"),
-        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, None, None, torch.ones(3)), "probs_variance"),
-        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, votes=torch.ones(3, 3).long()), "votes"),
-        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, votes=torch.ones(3, 2)), "votes must be integers"),
-        (lambda: prediction.log_prob(torch.zeros(BATCH + 1).long()), "integer labels"),
-        (lambda: prediction.log_prob(torch.zeros(BATCH)), "integer labels"),
-        (lambda: prediction.log_prob(torch.full((BATCH,), CLASSES)), "between 0 and 3"),
-        (lambda: prediction.log_prob(torch.full((BATCH,), -1)), "between 0 and 3"),
-        (lambda: ClassPrediction.cat([]), "at least one prediction"),
-        (
-            lambda: ClassPrediction.cat([prediction, ClassPrediction.from_logits(torch.zeros(1, 1, 2))]),
-            "different",
-        ),
-    ]
-    for call, message in cases:
-        with pytest.raises(PosthocUQError, match=message):
-            call()
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -405,31 +355,6 @@ def test_a_nan_stays_with_its_output() -> None:
     assert prediction.log_prob(torch.zeros(BATCH, CLASSES)).isnan().tolist() == [i == 2 for i in range(BATCH)]
 
 
-def test_wrong_regression_input_is_one_clear_error() -> None:
-    prediction = _regression(torch.randn(3, 4), 0.1)
-    without_noise = _regression(torch.zeros(1, 4), 0.0)
-    column = RegressionPrediction(torch.zeros(4, 1), torch.zeros(4, 1), 0.1)
-    cases = [
-        (lambda: _regression(torch.zeros(3), 0.1), "mean must be"),
-        (lambda: _regression(torch.zeros(0, 3), 0.1), "at least one weight sample"),
-        (lambda: _regression(torch.zeros(2, 3), -0.1), "at least 0"),
-        (lambda: _regression(torch.zeros(2, 3), math.nan), "at least 0"),
-        (lambda: _regression(torch.zeros(2, 3), torch.ones(2)), "broadcast"),
-        (lambda: RegressionPrediction(torch.zeros(3), torch.zeros(3, 1), 0.1), "epistemic_variance"),
-        (lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"),
-        (lambda: prediction.log_prob(torch.zeros(4, 1)), r"shape \(4,\), not \(4, 1\)"),
-        (lambda: without_noise.log_prob(torch.zeros(4)), "positive variance"),
-        (lambda: prediction.sample(0), "at least 1"),
-        (lambda: RegressionPrediction.cat([]), "at least one prediction"),
-        (lambda: RegressionPrediction.cat([prediction, column]), "different shapes"),
-        *[(lambda level=level: prediction.interval(level), "between 0 and 1") for level in (0, 1, 95, -0.5)],
-        *[(lambda q=q: prediction.quantile(q), "between 0 and 1") for q in (0, 1, math.nan)],
-    ]
-    for call, message in cases:
-        with pytest.raises(PosthocUQError, match=message):
-            call()
-
-
 def test_repr_is_short() -> None:
     assert repr(ClassPrediction.from_logits(_logits())) == "ClassPrediction(inputs=5, classes=4)"
     assert repr(_regression(_logits(), 0.1)) == ("RegressionPrediction(inputs=5, outputs=4)")
@@ -516,5 +441,3 @@ def test_a_prediction_of_the_users_answers_by_default() -> None:
     assert (
         first["prediction"] == "abcd"[first["index"]] == first["top"][0]["label"] and len(first["top"]) == 2
     )
-    with pytest.raises(PosthocUQError, match="2 class names, and the model has 4 outputs"):
-        named.answers(names=["a", "b"])

@@ -137,9 +137,9 @@ def test_every_head_predicts_and_a_file_keeps_it(method: str, tmp_path: Path) ->
     variances = {}
     for head, options in heads.items():
         variances[head] = uq.wrap(model, posterior, head, **options)(x).logits_variance
-        torch.testing.assert_close(
-            uq.wrap(model, loaded, head, **options)(x).logits_variance, variances[head]
-        )
+        few = options | ({"n_samples": 8} if options else {})
+        found, again = (uq.wrap(model, own, head, **few)(x).logits_variance for own in (posterior, loaded))
+        torch.testing.assert_close(again, found)
     # near the trained weights the network is linear in them
     torch.testing.assert_close(variances["sampling"], variances["linearized"], rtol=0.25, atol=1e-3)
     assert 0.3 < float((variances["moments"] / variances["linearized"]).mean()) < 3

@@ -81,6 +81,9 @@ def with_scores(name: str) -> Scores:
 
 
 OTHERS = {
+    "a program of an array": Row(lambda: uq.export(predictor(), inputs().numpy()), "example of the model"),
+    "a program of nothing": Row(lambda: uq.export(predictor()), "example of the model"),
+    "a program of a model": Row(lambda: uq.export(net(), inputs()), "not a Sequential"),
     "a program of another kind": Row(lambda: uq.export(predictor(), inputs(), path=Path("p.tf")), r"\.onnx or \.pt2"),
     "a folder that is not there": Row(
         lambda: uq.export(predictor(), inputs(), path=Path("nowhere/p.pt2")), "does not exist; make it first",

@@ -1,27 +1,23 @@
-"""What the core refuses: data, batches, models and what they return."""
+"""What the core refuses: data that are no loader, batches and models that do not fit, and what a model returns."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from networks import short
 from refusals import Row, hold
 from small_fits import fit, inputs, labels, net
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq import NonFiniteError, PosteriorMismatchError
-
-
-def split(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(5), y.split(5), strict=True))
-
-
-def with_numbers(value: float) -> Tensor:
-    x = inputs()
-    x[11, 2] = value
-    return x
+from posthoc_uq import PosteriorMismatchError, UnsupportedLayerError
 
 
 def changed(model: nn.Sequential) -> nn.Sequential:
@@ -30,98 +26,148 @@ def changed(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-class Shrinks:
-    """A loader that gives fewer samples from the second time on."""
+class Returns(nn.Module):
+    """A network that returns its outputs in a form."""
 
-    reads = 0
-
-    def __iter__(self) -> Any:
-        self.reads += 1
-        return iter(split(inputs(), labels())[: 3 if self.reads < 2 else 2])
-
-
-class Summed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, form: Any) -> None:
         super().__init__()
-        self.net = net()
+        self.net, self.form = net(), form
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).sum(0)
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.net(x))
+
+
+def with_generator() -> nn.Module:
+    model: Any = net()
+    model.generator = (i for i in range(3))
+    return model
 
 
 X, Y = inputs(), labels()
-REGRESSION: dict[str, Any] = {"likelihood": "regression", "model": net(outputs=2)}
-BINARY: dict[str, Any] = {"likelihood": "binary", "model": net(outputs=1)}
-WIDE = nn.Sequential(nn.Linear(4, 5000), nn.ReLU(), nn.Linear(5000, 3))
-RELU = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 POSTERIOR = fit()
 PREDICTOR = cast(Any, uq.wrap(net(), POSTERIOR))
-LAYERS = {"0": 1.0, "2": 1.0}
+FRAME = pd.DataFrame({"size": [1.0] * 12, "colour": ["red"] * 12})
+WORDS = pd.Series(["red", "blue"] * 6)
+MAPPING = Returns(lambda outputs: OrderedDict(out=outputs, aux=-outputs))
+FIRST = r"cannot be run on the first batch of the loader, {} \({}\).*{}"
+LATER = r"cannot be run on batch 1 of the loader, float32 \(12, 3\).*cannot be multiplied"
+TRAINING: dict[str, Any] = {"method": "function_space", "epochs": 1}
 
 
-def set_prior(value: Any) -> None:
-    fit().with_settings(prior_precision=value)
+def later(targets: Tensor = Y, **options: Any) -> None:
+    """A fit whose second batch lacks a column."""
+    fit(net(), [(X, targets), (X[:, :3], targets)], **options)
+
+
+def with_output(output: Any, model: nn.Module = MAPPING) -> None:
+    fit(model, output=output)
+
+
+def of_functions() -> None:
+    """Message passing through a whole network, which has a function after its last layer."""
+    method, options = short("message_passing", layers="all"), {"likelihood": "regression", "progress": False}
+    uq.fit(net(), [(X, X[:, :3])], method, output=lambda z: z * 2, **options)
 
 
 ROWS = {
-    # of a fit
-    "data once": Row(lambda: fit(loader=iter(split(X, Y)), method="inf"), "read only once.*DataLoader"),
-    "fewer samples": Row(lambda: fit(loader=Shrinks(), method="efb"), "12 samples .* and 10 when"),
-    "no layer": Row(lambda: fit(nn.BatchNorm1d(4)), "no Linear or convolution layer"),
-    "no parameters": Row(lambda: fit(nn.Flatten()), "no parameters"),
-    "too large": Row(lambda: fit(WIDE, method="full"), r"\(12 GiB\).*method='inf'"),
-    "n_samples without draws": Row(lambda: fit(n_samples=3, fisher="exact"), "n_samples"),
-    "a prior by layer": Row(lambda: fit(prior_precision=LAYERS), "one number for all layers"),
-    "half precision": Row(lambda: fit(dtype=torch.float16), "torch.float64"),
-    "noise twice": Row(lambda: fit(likelihood=uq.Gaussian(0.3), noise_variance=0.1), "its own noise"),
-    "noise that depends on inputs": Row(
-        lambda: fit(noise_variance=lambda x: x, **REGRESSION),  # type: ignore[arg-type]
-        "noise_variance must be a number",
+    # loaders
+    "a tensor": Row(lambda: fit(loader=X), "DataLoader"),
+    "an array": Row(lambda: fit(loader=X.numpy()), "DataLoader"),
+    "a dataset": Row(lambda: fit(loader=TensorDataset(X, Y)), "DataLoader"),
+    "a batch": Row(lambda: fit(loader={"x": X}), "DataLoader"),
+    "a pair of tensors": Row(lambda: fit(loader=(X, Y)), "DataLoader"),
+    "a number": Row(lambda: fit(loader=3), "iterable"),
+    "a list of two tensors": Row(lambda: fit(loader=[X, Y]), "^The loader is one pair"),
+    "a pair of arrays": Row(
+        lambda: fit(loader=(X.numpy(), Y.numpy())), "^The loader is one pair of inputs and targets"
     ),
-    # of labels and outputs
-    "labels of another type": Row(lambda: fit(loader=[(X, Y.float())]), "integers of shape"),
-    "labels in a column": Row(lambda: fit(loader=[(X, Y[:, None])]), r"pass y\.squeeze\(1\)"),
-    "labels as zeros": Row(lambda: fit(loader=[(X, 0.0 * Y)]), r"batch\[1\]\.long\(\)"),
-    "too few labels": Row(lambda: fit(loader=[(X, Y[1:])]), r"of shape \(11,\)"),
-    "three binary labels": Row(lambda: fit(loader=[(X, Y)], **BINARY), "must be 0 or 1"),
-    "the batch of a label": Row(lambda: fit(loader=[(X, Y), (X, Y + 5)]), "Batch 1: .*from 5"),
-    "one output of classes": Row(lambda: fit(net(outputs=1)), "likelihood='binary'"),
-    "three outputs of one label": Row(lambda: fit(likelihood="binary"), "'binary' needs outputs"),
-    "targets of another shape": Row(lambda: fit(loader=[(X, X)], **REGRESSION), "do not fit outputs"),
-    "targets without numbers": Row(
-        lambda: fit(loader=[(X, torch.full((12, 2), float("nan")))], **REGRESSION),
-        "targets are not finite",
+    "a frame and a series": Row(
+        lambda: fit(loader=(pd.DataFrame(X.numpy()), pd.Series(Y.numpy()))), "^The loader is one pair"
     ),
-    "no error at all": Row(
-        lambda: fit(loader=[(X, REGRESSION["model"](X).detach())], **REGRESSION),
-        "without error.*noise_variance",
+    "no samples": Row(lambda: fit(loader=[(X[:0], Y[:0])]), "yields no batch of samples"),
+    # batches
+    "three parts": Row(lambda: fit(loader=[(X, X, X, Y)]), r"4 parts, and the model takes \['input'\].*batch\[3\]"),
+    "a text as a batch": Row(lambda: fit(loader=["text"]), "batch_to_inputs"),
+    "a number as a batch": Row(lambda: fit(loader=[3]), "batch_to_inputs"),
+    "an object as a batch": Row(lambda: fit(loader=[SimpleNamespace(x=X)]), "batch_to_inputs"),
+    "inputs and labels twice": Row(lambda: fit(loader=[(X, Y, Y)]), "batch_to_inputs"),
+    "nothing as a batch": Row(lambda: fit(loader=[()]), "batch_to_inputs"),
+    "other names": Row(
+        lambda: fit(loader=[{"pixels": X, "index": Y}]), r"pixels=float32 \(12, 4\), index=.*batch_to_inputs="
     ),
-    "infinite inputs": Row(lambda: fit(RELU, split(with_numbers(float("inf")), Y)), "Batch 2: ", NonFiniteError),
-    "no labels": Row(lambda: fit(loader=[X], fisher="empirical"), "needs labels"),
-    "no labels for the evidence": Row(lambda: fit(loader=[X]).log_marginal_likelihood(), "no labels"),
-    # of batches and of what the model returns
+    "a frame with text": Row(lambda: fit(loader=[(FRAME, Y)]), r"DataFrame of object \(12, 2\).*astype\('float32'\)"),
+    "targets in a list": Row(lambda: fit(loader=[(X, ["red"] * 12)]), "targets are a list .*batch_to_targets"),
+    "a series of text": Row(
+        lambda: fit(loader=[(X, WORDS)]), r"targets are text.*astype\('category'\)\.cat\.codes"
+    ),
+    "an array of text": Row(lambda: fit(loader=[(X, WORDS.to_numpy())]), "targets are text"),
+    "categories": Row(lambda: fit(loader=[(X, WORDS.astype("category"))]), "targets are text"),
     "images in a list": Row(lambda: fit(loader=[([X, X], Y)]), "list of 2 tensors.*torch.stack"),
     "boxes": Row(lambda: fit(loader=[([X, X], [{"b": X}] * 2)]), "list of dict.*detector"),
-    "a sum returned": Row(lambda: fit(Summed()), r"shape \(3,\) for 2 samples"),
-    # of a posterior, a head and a prediction
-    "no draws": Row(lambda: POSTERIOR.sample(0), "number of draws must be"),
-    "an unknown layer": Row(lambda: POSTERIOR.quadratic({"5": X}), "unknown: .'5'"),
-    "a prior for some layers": Row(lambda: set_prior({"0": 1.0}), "every layer once.*'2'"),
-    "a prior for more layers": Row(lambda: set_prior(LAYERS | {"9": 1.0}), "every layer once.*'9'"),
-    "a prior of a layer": Row(lambda: set_prior(LAYERS | {"0": -1.0}), "of layer '0' must be"),
-    "several numbers": Row(lambda: set_prior(torch.ones(2)), r"Tensor of shape \(2,\)"),
+    "targets too large": Row(
+        lambda: fit(loader=[(X[:1], torch.tensor(np.array([2**63], dtype=np.uint64)))]), "too large for int64"
+    ),
+    "too few columns": Row(
+        lambda: fit(loader=[(X[:, :3], Y)]),
+        FIRST.format("float32", "12, 3", "cannot be multiplied"),
+        cause=RuntimeError,
+    ),
+    "float64": Row(
+        lambda: fit(loader=[(X.double(), Y)]),
+        FIRST.format("float64", "12, 4", r"pass x\.to\(torch\.float32\)"),
+        cause=RuntimeError,
+    ),
+    "integers": Row(
+        lambda: fit(loader=[(X.long(), Y)]),
+        FIRST.format("int64", "12, 4", "unless the model takes integers"),
+        cause=RuntimeError,
+    ),
+    "a later batch, curvature": Row(lambda: later(), LATER, cause=RuntimeError),
+    "a later batch, noise": Row(lambda: later(X[:, :3], likelihood="regression"), LATER, cause=RuntimeError),
+    "a later batch, training": Row(
+        lambda: later(context=lambda n, _: torch.zeros(n, 4), **TRAINING), LATER, cause=RuntimeError
+    ),
+    "a later batch, its own context": Row(lambda: later(context="batch", **TRAINING), LATER, cause=RuntimeError),
+    # models
+    "a traced model": Row(lambda: fit(torch.jit.trace(net(), X)), "TorchScript"),
+    "a lazy layer": Row(lambda: fit(nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 3))), "'0.weight' is not initialised"),
+    "a generator": Row(lambda: fit(with_generator()), "cannot be copied.*generator"),
     "another shape": Row(lambda: uq.wrap(nn.Sequential(nn.Linear(4, 6)), POSTERIOR), "shape", PosteriorMismatchError),
     "a missing layer": Row(lambda: uq.wrap(nn.Sequential(net()[0]), POSTERIOR), "'2.weight'", PosteriorMismatchError),
     "other values": Row(lambda: uq.wrap(changed(net()), POSTERIOR), "values .*'2.weight'", PosteriorMismatchError),
     "other precision": Row(lambda: uq.wrap(net().half(), POSTERIOR), "the model as it was", PosteriorMismatchError),
-    "referral of inputs": Row(lambda: uq.Referral()(X), "what a predictor returned"),  # type: ignore[arg-type]
-    "export of an array": Row(lambda: uq.export(PREDICTOR, X.numpy()), "example of the model"),  # type: ignore[arg-type]
-    "export of nothing": Row(lambda: uq.export(PREDICTOR), "example of the model"),
-    "export of a model": Row(lambda: uq.export(net(), X), "not a Sequential"),  # type: ignore[arg-type]
-    "tuning of a model": Row(lambda: uq.tune(net(), [(X, Y)]), "takes a posterior"),  # type: ignore[arg-type]
+    # what a model returns
+    "no part of the name": Row(
+        lambda: with_output("c"), "output='c' names no part .*OrderedDict of 'out'.*'aux'.*name one of these"
+    ),
+    "no part of the number": Row(lambda: with_output(5), "output=5 names no part"),
+    "a part of a tensor": Row(lambda: with_output("c", net()), "names no part.*leave output out"),
+    "a part of the number of a tensor": Row(lambda: with_output(5, net()), "names no part.*leave output out"),
+    "output=True": Row(lambda: with_output(True), "output must be a key.*not True"),
+    "output=1.5": Row(lambda: with_output(1.5), "output must be a key"),
+    "a function of nothing": Row(lambda: with_output(lambda returned: returned), "lambda> gives a OrderedDict"),
+    "a function of decisions": Row(
+        lambda: with_output(lambda returned: returned["out"].argmax(1)), r"gives a torch\.int64 tensor"
+    ),
+    "a function after messages": Row(of_functions, "cannot pass output=", UnsupportedLayerError),
+    "two tensors": Row(
+        lambda: fit(Returns(lambda outputs: (outputs, outputs))),
+        r"tuple of 0: float32 \(\d+, 3\), 1: float32 \(\d+, 3\), .*output=0 or",
+    ),
+    "boxes returned": Row(
+        lambda: fit(Returns(lambda outputs: [{"boxes": outputs, "scores": outputs}])),
+        "list of 0: a dict; .*detector.*box head.*proposals",
+    ),
+    "a part of other samples": Row(
+        lambda: fit(Returns(lambda outputs: {"a": outputs[:1]})),
+        r"returned dict of 'a': float32 \(1, 3\); one part must .* 2 samples",
+    ),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.trace:FutureWarning", "ignore:.*torch.jit.trace:DeprecationWarning"
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_refusals(name: str) -> None:
     hold(ROWS[name])

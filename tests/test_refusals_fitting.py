@@ -172,6 +172,7 @@ def weighted() -> uq.Posterior:
 MANY = [(X.repeat(500, 1), Y.repeat(500))]
 SHUFFLED = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True)
 SEARCHES = {
+    "of a model": Row(lambda: uq.tune(net(), DATA), "takes a posterior from .*, not a Sequential"),
     "a temperature by the evidence": Row(lambda: tune(temperature=True), "needs no data"),
     "noise of classes by the evidence": Row(lambda: tune(noise=True), "regression"),
     "a faithful width of nothing": Row(lambda: tune(criterion="faithful"), "needs data"),

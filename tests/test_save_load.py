@@ -41,7 +41,6 @@ from torch import nn
 import posthoc_uq as uq
 from posthoc_uq import (
     CorruptPosteriorError,
-    NonFiniteError,
     Posterior,
     PosteriorMismatchError,
     PosthocUQError,
@@ -303,40 +302,6 @@ def with_value(model: nn.Module, value: float) -> Posterior:
     return posterior
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "error", "word"),
-    [
-        (1e6, {"dtype": torch.float16}, PosthocUQError, "bfloat16"),
-        (1e-9, {"dtype": torch.float16}, PosthocUQError, "lose 100%"),
-        (float("nan"), {}, NonFiniteError, "body.50%2F"),
-        (-1.0, {}, PosthocUQError, "negative"),
-        (1.0, {"dtype": torch.int8}, PosthocUQError, "dtype"),
-        (1.0, {"compression": "lzf"}, PosthocUQError, "compression"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_said_before_writing(
-    value: float, options: Any, error: type[Exception], word: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=word):
-        save(with_value(make_model(), value), tmp_path / "p.h5", **options)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda p: p.noted(fit={"callback": print}), "JSON"),
-        (lambda p: p.noted(tuning={"long": "x" * 5000}), "long"),
-        (lambda p: p.noted(tuning={f"key{i}": "" for i in range(300_000)}), "values"),
-    ],
-)
-def test_what_could_not_be_read_is_not_written(change: Any, word: str, tmp_path: Path) -> None:
-    posterior = change(make("inf", make_model()))
-    with pytest.raises(PosthocUQError, match=f"no file can keep: .*{word}"):
-        save(posterior, tmp_path / "p.h5")
-    assert not list(tmp_path.iterdir())
-
-
 def test_bfloat16_takes_what_float16_does_not(tmp_path: Path) -> None:
     model = make_model()
     for value in (2.0**40, 2.0**-40):
@@ -379,22 +344,6 @@ def test_paths_that_are_no_files(saved: Saved, tmp_path: Path) -> None:
 
 
 # Models
-
-
-@pytest.mark.parametrize("untrusted", [False, True])
-def test_another_model(untrusted: bool, saved: Saved) -> None:
-    path = saved[0]
-    changed = make_model()
-    next(changed.parameters()).data.view(-1)[0] += 1e-6
-    for other, words in [
-        (make_model(width=5), r"body.50%2F.*\(3, 4\).*\(5, 4\)"),
-        (nn.Linear(3, 2), "body.a/b.*lacks"),
-        (make_model(seed=1), "are not those that the posterior"),
-        (make_model(torch.float64), "are not those that the posterior"),
-        (changed, "are not those that the posterior"),
-    ]:
-        with pytest.raises(PosteriorMismatchError, match=words):
-            load(path, other, untrusted=untrusted)
 
 
 def test_buffers_belong_to_the_model(tmp_path: Path) -> None:

@@ -241,30 +241,19 @@ def test_every_call_returns_another_posterior_and_leaves_the_given_one(call: str
         unchanged()
 
 
-LACKING: list[tuple[str, str, str, str]] = [
-    ("kfac", "classification", "residual_weight", "only the low rank of method='inf' leaves a residual"),
-    ("kfac", "classification", "noise_scale", "its likelihood has no noise"),
-    ("kfac", "regression", "temperature", "this likelihood's outputs are none"),
+LACKING = [
+    ("kfac", "classification", "residual_weight"),
+    ("kfac", "classification", "noise_scale"),
+    ("kfac", "regression", "temperature"),
 ]
 
 
-@pytest.mark.parametrize(("method", "likelihood", "name", "why"), LACKING)
-def test_what_a_posterior_lacks_cannot_be_set(method: str, likelihood: str, name: str, why: str) -> None:
+@pytest.mark.parametrize(("method", "likelihood", "name"), LACKING)
+def test_what_a_posterior_lacks_may_be_set_to_what_it_is(method: str, likelihood: str, name: str) -> None:
     _, posterior, _ = _fitted(likelihood, method)
     assert name not in posterior.tunable | posterior.fixed_by_training
-    before = posterior.settings
-    same = posterior.with_settings(**{name: getattr(posterior, name)})  # what it is already
-    assert same.settings == before
-    words = rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0"
-    with pytest.raises(PosthocUQError, match=words):
-        posterior.with_settings(**{name: 0.5})
-    with pytest.raises(PosthocUQError, match=words):
-        posterior.with_settings(scale=3.0, **{name: 0.5})
-    with pytest.raises(PosthocUQError, match=words):
-        posterior.at(replace(before, **{name: 0.5}))
-    with pytest.raises(PosthocUQError, match=f"{name} must"):
-        posterior.with_settings(**{name: -1.0})
-    assert posterior.settings == before
+    same = posterior.with_settings(**{name: getattr(posterior, name)})
+    assert same.settings == posterior.settings
 
 
 def test_a_file_keeps_what_its_posterior_lacks(tmp_path: Path) -> None:
@@ -316,14 +305,6 @@ def test_settings_are_one_value() -> None:
     posterior = given.with_settings(scale=2.0, temperature=3.0)
     assert (posterior.scale, posterior.temperature, given.settings) == (2.0, 3.0, before)
     assert posterior.settings == replace(before, scale=2.0, temperature=3.0)
-    for wrong in (
-        lambda: given.with_settings(scale=0.0),
-        lambda: given.at(replace(before, scale=0.0)),
-        lambda: given.with_settings(temperature=3.0, scale=0.0),
-    ):
-        with pytest.raises(PosthocUQError, match="scale must be"):
-            wrong()
-    assert given.settings == before
     posterior = posterior.with_settings(prior_precision=dict.fromkeys(posterior.layers, 2.0))
     prior = posterior.prior_precision
     for change in (

@@ -11,7 +11,6 @@ from networks import inputs_of, mlp
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
 from posthoc_uq.posteriors import WeightPrior
 from posthoc_uq.trained import function_space_kl
 
@@ -207,52 +206,6 @@ def test_files_keep_what_is_needed(method: str, untrusted: bool, tmp_path: Path)
     uq.save(simple, path)
     assert uq.load(path, model).weight_prior.mean == 0.25
     assert len(path.read_bytes()) < len(bytes_of)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (
-            "kfac",
-            {"prior_precision": "own"},
-            "not diagonal in the Kronecker basis",
-        ),
-        ("efb", {"prior_precision": "own"}, "not diagonal in the Kronecker basis of method='efb'"),
-        ("utvi", {"prior_precision": "own"}, "takes one number as prior_precision, not one a weight"),
-        (
-            "message_passing",
-            {"prior_mean": 0.5},
-            "enters the log marginal likelihood of a Laplace posterior alone",
-        ),
-        (
-            "diag",
-            {"prior_precision": {"0": 1.0, "3": 2.0}},
-            "one number for all layers, or tensors by the names",
-        ),
-        (
-            "kfac",
-            {"prior_precision": {"0": 1.0, "3": 2.0}},
-            "one number for all layers, or tensors by the names",
-        ),
-        ("diag", {"prior_precision": {"0.weight": torch.ones(2, 1, 2, 2)}}, "there is none for"),
-        ("diag", {"prior_precision": "own", "layers": "last"}, "no parameters of the posterior's layers"),
-        ("diag", {"prior_precision": "negative"}, "must be positive everywhere"),
-        ("diag", {"prior_precision": "flat"}, "must have the shape"),
-        ("diag", {"prior_mean": {"0.weight": float("nan")}}, "must be finite"),
-        ("diag", {"prior_mean": {"weight": 1.0}}, "no parameters of the posterior's layers"),
-        ("diag", {"prior_mean": float("inf")}, "prior_mean must be a finite number"),
-        ("diag", {"prior_mean": {"0.weight": "one"}}, "must be a tensor or a number"),
-    ],
-)
-def test_what_is_refused(method: str, options: dict[str, Any], message: str) -> None:
-    model = net()
-    own = tensors(model, 2, 0.1, 1.0)
-    negative, flat = own | {"3.bias": torch.tensor([1.0, -1.0, 1.0])}, own | {"3.bias": own["0.bias"]}
-    given = {"own": own, "negative": negative, "flat": flat}
-    value = options.get("prior_precision")
-    options = options | ({"prior_precision": given[value]} if isinstance(value, str) else {})
-    with pytest.raises(PosthocUQError, match=message):
-        fit(model, method, **options)
 
 
 def test_a_training_keeps_its_own_option_of_that_name() -> None:

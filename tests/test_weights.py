@@ -414,14 +414,6 @@ def test_the_first_batch_may_count_nothing() -> None:
     assert wanted.evidence.total == len(x) - 5
 
 
-def test_weights_of_positions_of_another_shape() -> None:
-    model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(False)
-    with pytest.raises(
-        PosthocUQError, match=r"\(5,\), one a sample, or \(5, 4\), one a position, not \(5, 3\)"
-    ):
-        fit(model, weighted(x, y, w[:, :3]), "diag", likelihood=kind, **READ)
-
-
 def test_batches_are_cut_with_their_weights() -> None:
     reader = BatchReader(torch.device("cpu"), **READ)
     batch = reader.read((torch.randn(4, 2), torch.arange(4), [1, 0, 2, 3]))
@@ -432,17 +424,10 @@ def test_batches_are_cut_with_their_weights() -> None:
     assert batch.copied().weights is batch.weights
 
 
-def test_weights_that_no_file_could_keep_are_refused_at_the_fit(tmp_path: Path) -> None:
+def test_a_file_keeps_the_largest_weights_that_a_fit_takes(tmp_path: Path) -> None:
     model, (x, y, _) = net().float(), images()
-
-    def fitted(weight: float) -> uq.Posterior:
-        huge = torch.full((len(x),), weight, dtype=torch.float64)
-        return fit(model, weighted(x.float(), y, huge), "diag", **READ)
-
-    for weight in (1e13, 1e20, 1e300):
-        with pytest.raises(PosthocUQError, match=r"too large: .* Divide all weights by their mean"):
-            fitted(weight)
-    uq.save(fitted(1e12), tmp_path / "largest.h5")
+    huge = torch.full((len(x),), 1e12, dtype=torch.float64)
+    uq.save(fit(model, weighted(x.float(), y, huge), "diag", **READ), tmp_path / "largest.h5")
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -303,9 +303,11 @@ class Pass(CallMode):
     def refusal(self, problem: str, remedy: str) -> PosthocUQError:
         """The error to raise: where in the model, what is wrong, and what to do."""
         where = self.where()
-        inside = f"In module '{where}' " if where else ""
-        text = f"{inside}{problem}" if inside else problem[0].upper() + problem[1:]
-        return PosthocUQError(f"{text}; {remedy}, or predict with head='sampling'.")
+        if where:
+            problem = f"in module '{where}' {problem}"
+        if "." not in problem.split()[0]:  # the name of a function keeps its letters
+            problem = problem[0].upper() + problem[1:]
+        return PosthocUQError(f"{problem}; {remedy}, or predict with head='sampling'.")
 
     def replace(self, target: Tensor, result: MomentTensor) -> MomentTensor:
         """Write the result of an in-place operation into its target; returns the target, or of a plain tensor what

@@ -155,7 +155,9 @@ def _converted(function: Any, state: Pass, input: Any, *args: Any, **kwargs: Any
     if not isinstance(input, MomentTensor):
         return mean
     if not mean.is_floating_point():
-        raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
+        raise state.refusal(
+            f"activations are converted to {mean.dtype}, which has no variance", "keep their type"
+        )
     variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
     covariance = input.moment_covariance
     result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
