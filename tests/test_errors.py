@@ -119,7 +119,7 @@ def reaches(call: Callable[[], Any], fatal: int, error: Exception) -> bool:
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_a_fit_swallows_no_error_of_the_model(error: Exception) -> None:
     x, model = inputs_of(4), Failing()
-    loader = batches(x, targets_of(model, x, "regression"))
+    loader = batches(x, targets_of(model, x, "regression"), 12)
 
     def fitted() -> None:
         uq.fit(model, loader, likelihood="regression", layers="last", progress=False)

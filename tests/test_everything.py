@@ -202,7 +202,7 @@ def test_every_method_and_head_with_bilinear_layers(method: str) -> None:
     )
     posterior = uq.fit(net, [(IDS, LABELS)], method, **given | {"prior_precision": 1e4})
     linearised = uq.wrap(net, posterior, "linearized").functional_variance(NEW)
-    drawn = uq.wrap(net, posterior, "sampling", n_samples=1000).outputs(NEW).var(0)
+    drawn = uq.wrap(net, posterior, "sampling", n_samples=500).outputs(NEW).var(0)
     assert float((drawn / linearised - 1).abs().max()) < 0.3
     moments = uq.wrap(net, posterior, "moments").functional_variance(NEW)
     assert float((moments / linearised - 1).abs().max()) < 0.6
@@ -214,12 +214,10 @@ def test_every_method_and_head(method: str) -> None:
     net = network()
     posterior = uq.fit(net, [(IDS, LABELS)], method, **GIVEN | {"prior_precision": 1e4})
     linearised = uq.wrap(net, posterior).functional_variance(NEW)
-    drawn = uq.wrap(net, posterior, "sampling", n_samples=1000).outputs(NEW).var(0)
+    drawn = uq.wrap(net, posterior, "sampling", n_samples=500).outputs(NEW).var(0)
     assert float((drawn / linearised - 1).abs().max()) < 0.3
     moments = uq.wrap(net, posterior, "moments").functional_variance(NEW)
     assert float((moments / linearised - 1).abs().max()) < 0.6
-    with pytest.raises(uq.PosthocUQError, match="of kind"):
-        uq.fit(net, [(IDS, LABELS)], "latent_binary", layers="everything", progress=False)
 
 
 def test_what_is_chosen() -> None:

@@ -412,31 +412,31 @@ def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
     """Held-out accuracy and log likelihood beside the network's own; without the matched temperature far worse.
     Independent messages are narrowed too: at their own width no temperature gives the network's predictions.
     """
-    model, x, y = digits_network(1200)
+    model, x, y = digits_network(600)
     with torch.no_grad():
-        on_held_out, on_data = model(x[1200:]).softmax(1), model(x[:1200]).softmax(1)
-    loss, accuracy = score(on_held_out, y[1200:])
-    posterior = fit(model, x[:1200], y[:1200], posterior=form)
+        on_held_out, on_data = model(x[600:1200]).softmax(1), model(x[:600]).softmax(1)
+    loss, accuracy = score(on_held_out, y[600:1200])
+    posterior = fit(model, x[:600], y[:600], posterior=form)
 
     def divergence(posterior: uq.Posterior) -> float:
-        probs = uq.wrap(model, posterior)(x[:1200]).probs
+        probs = uq.wrap(model, posterior)(x[:600]).probs
         return float((on_data * (on_data / probs).log()).sum(1).mean())
 
-    matched_loss, matched_accuracy = score(uq.wrap(model, posterior)(x[1200:]).probs, y[1200:])
+    matched_loss, matched_accuracy = score(uq.wrap(model, posterior)(x[600:1200]).probs, y[600:1200])
     matched = divergence(posterior)
     assert (
         matched_loss < loss + (0.02 if form == "diagonal" else 0.04) and matched_accuracy > accuracy - 0.015
     )
     assert "network's" in posterior.history.tuning["temperature"] and 0.03 < posterior.temperature < 0.9
     if form == "diagonal":
-        assert "network's" in posterior.history.tuning["scale"] and 1200 < posterior.scale < 120_000
-        posterior, least = posterior.with_settings(scale=1200.0), 1.0
+        assert "network's" in posterior.history.tuning["scale"] and 600 < posterior.scale < 60_000
+        posterior, least = posterior.with_settings(scale=600.0), 1.0
         for decade in range(11):
             posterior = posterior.with_settings(temperature=10 ** (-0.1 * decade))
             least = min(least, divergence(posterior))
         assert matched < least - 0.001
     posterior = posterior.with_settings(temperature=1.0)
-    assert score(uq.wrap(model, posterior)(x[1200:]).probs, y[1200:])[0] > loss + 0.04
+    assert score(uq.wrap(model, posterior)(x[600:1200]).probs, y[600:1200])[0] > loss + 0.04
 
 
 def score(probabilities: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -249,6 +249,10 @@ FITS = {
     "variances of another start": Row(
         lambda: fit(of_zeros(), [(X, Y)], uq.UTVI(epochs=1, initial=plain()[1])), "on the same model", OTHER,
     ),
+    "latent scales": Row(
+        lambda: fit(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)), [(X, Y)], "latent_binary", layers="everything"),
+        "of kind",
+    ),
     "a latent layer used twice": Row(
         lambda: fit(shared(), [(X, torch.arange(24) % 4)], uq.LatentBinary(epochs=1)),
         r"'0' is used 2 times in one pass.*untied",

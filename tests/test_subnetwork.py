@@ -86,9 +86,7 @@ def test_the_covariance_is_that_of_the_definition(kind: str, tmp_path: Path) -> 
     drawn = _flat(posterior.sample(4000, torch.Generator().manual_seed(0)), 1) - flat
     assert bool((drawn[:, ~chosen] == 0).all())
     torch.testing.assert_close(drawn.T @ drawn / 4000, covariance, rtol=0, atol=0.1 * float(covariance.max()))
-    for head in ("sampling", "linearized", "moments"):
-        found = uq.wrap(model, again, head)(_data()[0]).probs
-        assert torch.equal(found, uq.wrap(model, posterior, head)(_data()[0]).probs)
+    assert torch.equal(_flat(dict(again.variance())), _flat(dict(posterior.variance())))
 
 
 def test_all_weights_are_the_full_posterior() -> None:

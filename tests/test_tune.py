@@ -602,24 +602,6 @@ def test_a_calibration_is_left_out_of_the_search() -> None:
     assert found.history.calibration is None
 
 
-def test_a_failed_search_changes_nothing() -> None:
-    posterior, held_out = fit(prior_precision=1.0), classifier()[2]
-    before = copy.deepcopy((posterior.settings, posterior.history))
-
-    class Breaks(list[Data]):
-        passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            if self.passes > 3:
-                raise OSError("the disk is gone")
-            return super().__iter__()
-
-    with pytest.raises(OSError, match="disk"):
-        tune(posterior, Breaks(held_out))
-    assert (posterior.settings, posterior.history) == before
-
-
 SEARCHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"layers": "last"}, {}),
