@@ -240,23 +240,6 @@ def test_a_model_that_takes_one_sample_at_a_time() -> None:
     )
 
 
-def test_a_weight_that_is_used_both_ways_is_refused_in_words() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(torch.tanh(self.encoder(x)), self.encoder.weight.t())
-
-    torch.manual_seed(0)
-    model, data = Tied().double(), [(_x(4), _x(4))]
-    options: dict[str, Any] = {"likelihood": "regression", "noise_variance": 1.0, "progress": False}
-    with pytest.raises(UnsupportedLayerError, match="'encoder'"):
-        uq.fit(model, data, method="utvi", epochs=1, **options)
-    assert uq.fit(model, data, **options).layers["encoder"].kind == "parameter2d"  # by the samples' gradients
-
-
 def _diagonals_of_single(model: nn.Module, x: Tensor) -> Tensor:
     found = [_diagonals(model, row[None])["layer.weight"] for row in x]
     return torch.stack(found).mean(0)

@@ -203,7 +203,7 @@ def test_it_reads_the_data_as_often_as_it_says(name: str) -> None:
     fit(method, model, loader)
     assert loader.passes == method.passes()
     if method.passes() > 1:
-        with pytest.raises(uq.PosthocUQError, match="iterator"):
+        with pytest.raises(uq.PosthocUQError, match=r"iterator that can be read only once.*DataLoader"):
             fit(method, model, iter(data))
     else:
         assert_same(numbers(fit(method, model, iter(data))), numbers(kept(name)))

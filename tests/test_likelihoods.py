@@ -428,9 +428,6 @@ def test_drawn_weights_by_the_definition(name: str, fitted: Any) -> None:
         ]
     ).detach()
     assert_predicts(name, predictor(x), outputs, y, 0.5 if name == "ordinal, cumulative" else 1e-5)
-    batch_by_batch = predictor.predict([x[:3], x[3:]], progress=False)
-    assert type(batch_by_batch) is type(predictor(x))
-    torch.testing.assert_close(batch_by_batch.log_prob(y), predictor(x).log_prob(y))
 
 
 @CASE

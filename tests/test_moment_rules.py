@@ -399,12 +399,19 @@ def test_methods_in_place_and_keywords_reach_the_same_rules() -> None:
 
 def test_exact_rectifiers_on_request() -> None:
     mean, variance = pair(5, 20, spread=1.0)
-    in_place = [lambda x: torch.relu_(x * 1.0), lambda x: F.leaky_relu_(x * 1.0, 0.2)]
-    for function in (F.relu, lambda x: F.leaky_relu(x, 0.2), nn.LeakyReLU(0.2), nn.ReLU(), *in_place):
+    forms: tuple[tuple[Function, ...], ...] = (
+        (F.relu, nn.ReLU(), lambda x: torch.relu_(x * 1.0)),
+        (lambda x: F.leaky_relu(x, 0.2), nn.LeakyReLU(0.2), lambda x: F.leaky_relu_(x * 1.0, 0.2)),
+    )
+    for function, *same in forms:
         found = run(function, (mean, variance), relu="exact")
         drawn = monte_carlo(function, (mean, variance))
         torch.testing.assert_close(found.moment_variance, drawn[1], rtol=0.05, atol=0.005)
         torch.testing.assert_close(found.moment_mean, drawn[0], rtol=0.02, atol=0.01)
+        for other in same:
+            again = run(other, (mean, variance), relu="exact")
+            assert torch.equal(again.moment_mean, found.moment_mean)
+            assert torch.equal(again.moment_variance, found.moment_variance)
 
 
 def test_a_dropped_result_of_an_operation_in_place_still_counts() -> None:

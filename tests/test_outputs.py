@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,12 +96,20 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any]] = {
 }
 
 
+@functools.cache
+def of_the_part_alone() -> tuple[uq.Posterior, Any]:
+    """The posterior and the predictions of the model that returns the chosen part."""
+    plain = Plain()
+    posterior = uq.fit(plain, _data(), progress=False)
+    return posterior, uq.wrap(plain, posterior)(_x(5, 2))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_gives_the_posterior_and_the_predictions_of_the_part_alone(
     name: str, tmp_path: Path
 ) -> None:
     form, output = FORMS[name]
-    model, plain, x = Several(form), Plain(), _x(5, 2)
+    model, x = Several(form), _x(5, 2)
     with Watch(model):
         posterior = uq.fit(model, _data(), output=output, progress=False)
         uq.save(posterior, tmp_path / "a.h5")
@@ -108,8 +117,7 @@ def test_every_form_gives_the_posterior_and_the_predictions_of_the_part_alone(
         again = uq.load(tmp_path / "a.h5", model, output=function)
         head = uq.wrap(model, again)
         found = head(x)
-    expected_posterior = uq.fit(plain, _data(), progress=False)
-    expected = uq.wrap(plain, expected_posterior)(x)
+    expected_posterior, expected = of_the_part_alone()
     assert list(posterior.layers) == list(expected_posterior.layers) == ["body", "head"]
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(found.novelty(), expected.novelty(), rtol=1e-9, atol=1e-12)

@@ -79,12 +79,9 @@ ROWS = {
     "a number": Row(lambda: fit(loader=3), "iterable"),
     "a list of two tensors": Row(lambda: fit(loader=[X, Y]), "^The loader is one pair"),
     "a pair of arrays": Row(
-        lambda: fit(loader=(X.numpy(), Y.numpy())), "^The loader is one pair of inputs and targets"
-    ),
+        lambda: fit(loader=(X.numpy(), Y.numpy())), "^The loader is one pair of inputs and targets"),
     "a frame and a series": Row(
-        lambda: fit(loader=(pd.DataFrame(X.numpy()), pd.Series(Y.numpy()))), "^The loader is one pair"
-    ),
-    "no samples": Row(lambda: fit(loader=[(X[:0], Y[:0])]), "yields no batch of samples"),
+        lambda: fit(loader=(pd.DataFrame(X.numpy()), pd.Series(Y.numpy()))), "^The loader is one pair"),
     # batches
     "three parts": Row(lambda: fit(loader=[(X, X, X, Y)]), r"4 parts, and the model takes \['input'\].*batch\[3\]"),
     "a text as a batch": Row(lambda: fit(loader=["text"]), "batch_to_inputs"),
@@ -93,40 +90,33 @@ ROWS = {
     "inputs and labels twice": Row(lambda: fit(loader=[(X, Y, Y)]), "batch_to_inputs"),
     "nothing as a batch": Row(lambda: fit(loader=[()]), "batch_to_inputs"),
     "other names": Row(
-        lambda: fit(loader=[{"pixels": X, "index": Y}]), r"pixels=float32 \(12, 4\), index=.*batch_to_inputs="
-    ),
+        lambda: fit(loader=[{"pixels": X, "index": Y}]), r"pixels=float32 \(12, 4\), index=.*batch_to_inputs="),
     "a frame with text": Row(lambda: fit(loader=[(FRAME, Y)]), r"DataFrame of object \(12, 2\).*astype\('float32'\)"),
     "targets in a list": Row(lambda: fit(loader=[(X, ["red"] * 12)]), "targets are a list .*batch_to_targets"),
     "a series of text": Row(
-        lambda: fit(loader=[(X, WORDS)]), r"targets are text.*astype\('category'\)\.cat\.codes"
-    ),
+        lambda: fit(loader=[(X, WORDS)]), r"targets are text.*astype\('category'\)\.cat\.codes"),
     "an array of text": Row(lambda: fit(loader=[(X, WORDS.to_numpy())]), "targets are text"),
     "categories": Row(lambda: fit(loader=[(X, WORDS.astype("category"))]), "targets are text"),
     "images in a list": Row(lambda: fit(loader=[([X, X], Y)]), "list of 2 tensors.*torch.stack"),
     "boxes": Row(lambda: fit(loader=[([X, X], [{"b": X}] * 2)]), "list of dict.*detector"),
     "targets too large": Row(
-        lambda: fit(loader=[(X[:1], torch.tensor(np.array([2**63], dtype=np.uint64)))]), "too large for int64"
-    ),
+        lambda: fit(loader=[(X[:1], torch.tensor(np.array([2**63], dtype=np.uint64)))]), "too large for int64"),
     "too few columns": Row(
         lambda: fit(loader=[(X[:, :3], Y)]),
         FIRST.format("float32", "12, 3", "cannot be multiplied"),
-        cause=RuntimeError,
-    ),
+        cause=RuntimeError),
     "float64": Row(
         lambda: fit(loader=[(X.double(), Y)]),
         FIRST.format("float64", "12, 4", r"pass x\.to\(torch\.float32\)"),
-        cause=RuntimeError,
-    ),
+        cause=RuntimeError),
     "integers": Row(
         lambda: fit(loader=[(X.long(), Y)]),
         FIRST.format("int64", "12, 4", "unless the model takes integers"),
-        cause=RuntimeError,
-    ),
+        cause=RuntimeError),
     "a later batch, curvature": Row(lambda: later(), LATER, cause=RuntimeError),
     "a later batch, noise": Row(lambda: later(X[:, :3], likelihood="regression"), LATER, cause=RuntimeError),
     "a later batch, training": Row(
-        lambda: later(context=lambda n, _: torch.zeros(n, 4), **TRAINING), LATER, cause=RuntimeError
-    ),
+        lambda: later(context=lambda n, _: torch.zeros(n, 4), **TRAINING), LATER, cause=RuntimeError),
     "a later batch, its own context": Row(lambda: later(context="batch", **TRAINING), LATER, cause=RuntimeError),
     # models
     "a traced model": Row(lambda: fit(torch.jit.trace(net(), X)), "TorchScript"),
@@ -138,8 +128,7 @@ ROWS = {
     "other precision": Row(lambda: uq.wrap(net().half(), POSTERIOR), "the model as it was", PosteriorMismatchError),
     # what a model returns
     "no part of the name": Row(
-        lambda: with_output("c"), "output='c' names no part .*OrderedDict of 'out'.*'aux'.*name one of these"
-    ),
+        lambda: with_output("c"), "output='c' names no part .*OrderedDict of 'out'.*'aux'.*name one of these"),
     "no part of the number": Row(lambda: with_output(5), "output=5 names no part"),
     "a part of a tensor": Row(lambda: with_output("c", net()), "names no part.*leave output out"),
     "a part of the number of a tensor": Row(lambda: with_output(5, net()), "names no part.*leave output out"),
@@ -147,21 +136,17 @@ ROWS = {
     "output=1.5": Row(lambda: with_output(1.5), "output must be a key"),
     "a function of nothing": Row(lambda: with_output(lambda returned: returned), "lambda> gives a OrderedDict"),
     "a function of decisions": Row(
-        lambda: with_output(lambda returned: returned["out"].argmax(1)), r"gives a torch\.int64 tensor"
-    ),
+        lambda: with_output(lambda returned: returned["out"].argmax(1)), r"gives a torch\.int64 tensor"),
     "a function after messages": Row(of_functions, "cannot pass output=", UnsupportedLayerError),
     "two tensors": Row(
         lambda: fit(Returns(lambda outputs: (outputs, outputs))),
-        r"tuple of 0: float32 \(\d+, 3\), 1: float32 \(\d+, 3\), .*output=0 or",
-    ),
+        r"tuple of 0: float32 \(\d+, 3\), 1: float32 \(\d+, 3\), .*output=0 or"),
     "boxes returned": Row(
         lambda: fit(Returns(lambda outputs: [{"boxes": outputs, "scores": outputs}])),
-        "list of 0: a dict; .*detector.*box head.*proposals",
-    ),
+        "list of 0: a dict; .*detector.*box head.*proposals"),
     "a part of other samples": Row(
         lambda: fit(Returns(lambda outputs: {"a": outputs[:1]})),
-        r"returned dict of 'a': float32 \(1, 3\); one part must .* 2 samples",
-    ),
+        r"returned dict of 'a': float32 \(1, 3\); one part must .* 2 samples"),
 }  # fmt: skip
 
 

@@ -110,15 +110,13 @@ STRANGERS: dict[str, dict[str, Any]] = {
 ROWS = {
     # models
     "other widths": Row(
-        lambda f: load(f, "plain", net(outputs=2)), r"2\.weight.*\(3, 5\).*\(2, 5\)", PosteriorMismatchError
-    ),
+        lambda f: load(f, "plain", net(outputs=2)), r"2\.weight.*\(3, 5\).*\(2, 5\)", PosteriorMismatchError),
     "a layer less": Row(lambda f: load(f, "plain", nn.Linear(4, 5)), "0.weight.*lacks", PosteriorMismatchError),
     "other numbers": Row(lambda f: load(f, "plain", other()), NOT_THOSE, PosteriorMismatchError),
     "a number of another": Row(lambda f: load(f, "plain", changed()), NOT_THOSE, PosteriorMismatchError),
     "float64": Row(lambda f: load(f, "plain", net().double()), NOT_THOSE, PosteriorMismatchError),
     "a number of another, of a stranger": Row(
-        lambda f: load(f, "plain", changed(), untrusted=True), NOT_THOSE, PosteriorMismatchError
-    ),
+        lambda f: load(f, "plain", changed(), untrusted=True), NOT_THOSE, PosteriorMismatchError),
     # numbers and records
     "too large for float16": Row(lambda f: with_value(f, 1e6, dtype=torch.float16), "bfloat16"),
     "too small for float16": Row(lambda f: with_value(f, 1e-9, dtype=torch.float16), "lose 100%"),
@@ -129,13 +127,11 @@ ROWS = {
     "a function as a record": Row(lambda f: noted(f, fit={"callback": print}), "no file can keep: .*JSON"),
     "a long record": Row(lambda f: noted(f, tuning={"long": "x" * 5000}), "no file can keep: .*long"),
     "many records": Row(
-        lambda f: noted(f, tuning={f"key{i}": "" for i in range(300_000)}), "no file can keep: .*values"
-    ),
+        lambda f: noted(f, tuning={f"key{i}": "" for i in range(300_000)}), "no file can keep: .*values"),
     # likelihoods
     "a likelihood of the user's": Row(lambda f: load(f, "own"), r"'Own' of the class '.*:Own'.*likelihood=Own"),
     "other attributes": Row(
-        lambda f: load(f, "own", likelihood=Own()), r"exposure was 2\.0; of likelihood= exposure is 1\.0"
-    ),
+        lambda f: load(f, "own", likelihood=Own()), r"exposure was 2\.0; of likelihood= exposure is 1\.0"),
     "another class": Row(lambda f: load(f, "own", likelihood=Other(2.0)), "pass an object of the same class"),
     "a class of the package": Row(lambda f: load(f, "own", likelihood=uq.Gaussian()), "object of the same class"),
     "another noise": Row(lambda f: load(f, "values", likelihood=uq.Gaussian(2.0)), "noise_variance was"),
@@ -149,28 +145,21 @@ ROWS = {
     "nested": Row(lambda f: load(f, "nested"), "nested at most", CorruptPosteriorError),
     # parts of what a model returns
     "a function is asked for": Row(
-        lambda f: load(f, "function", Two()), r"output=first.*pass the same one, uq.load\(path, model, output="
-    ),
+        lambda f: load(f, "function", Two()), r"output=first.*pass the same one, uq.load\(path, model, output="),
     "another part": Row(
-        lambda f: load(f, "part", Two(), output=1), "fitted with output=0, and this is another one"
-    ),
+        lambda f: load(f, "part", Two(), output=1), "fitted with output=0, and this is another one"),
     "a function as a part": Row(
-        lambda f: load(f, "part", Two(), output=first), "fitted with output=0, and this is another one"
-    ),
+        lambda f: load(f, "part", Two(), output=first), "fitted with output=0, and this is another one"),
     # devices
     "a device too many": Row(
-        lambda f: load(f, "plain", device="xpu:90"), "device='xpu:90' is not there: .*leave device out"
-    ),
+        lambda f: load(f, "plain", device="xpu:90"), "device='xpu:90' is not there: .*leave device out"),
     "no device": Row(
-        lambda f: load(f, "plain", device="graphics"), "device='graphics' is not there: torch knows none of this name"
-    ),
+        lambda f: load(f, "plain", device="graphics"), "device='graphics' is not there: torch knows none of this name"),
     "a device without numbers": Row(
-        lambda f: load(f, "plain", device="meta"), "device='meta' is no place for numbers"
-    ),
+        lambda f: load(f, "plain", device="meta"), "device='meta' is no place for numbers"),
     "a device that is not in": Row(
         lambda f: load(f, "plain", device=ABSENT),
-        f"device='{ABSENT}' is not there: torch finds no {ABSENT} device that it can use",
-    ),
+        f"device='{ABSENT}' is not there: torch finds no {ABSENT} device that it can use"),
 }  # fmt: skip
 
 

@@ -85,20 +85,17 @@ ROWS = {
     "no layer": Row(lambda: fit(nn.BatchNorm1d(4)), "no Linear or convolution layer"),
     "no parameters": Row(lambda: fit(nn.Flatten()), "no parameters"),
     "none requires gradients": Row(
-        lambda: fit(net().requires_grad_(False), layers="trainable"), "No parameter of the model requires gradients"
-    ),
+        lambda: fit(net().requires_grad_(False), layers="trainable"), "No parameter of the model requires gradients"),
     "a sum returned": Row(lambda: fit(Summed()), r"shape \(3,\) for 2 samples"),
     # selections
     "another letter": Row(
-        lambda: fit(nn.Sequential(net(), nn.Linear(3, 3)), layers=["0.O"]), r"'0\.O'.*'0\.0'"
-    ),
+        lambda: fit(nn.Sequential(net(), nn.Linear(3, 3)), layers=["0.O"]), r"'0\.O'.*'0\.0'"),
     "a pattern of nothing": Row(lambda: fit(layers="*lora_*"), r"no weighted layer '\*lora_\*'"),
     "a parameter's name, misspelt": Row(lambda: fit(layers=["0.weigth"]), r"no weighted layer '0\.weigth'"),
     "an embedding": Row(
         lambda: fit(Tied(), [torch.arange(6).reshape(2, 3) % 5], layers="embedding", fisher="exact"),
         r"'embedding' is an embedding.*layers=\['head'\]",
-        UnsupportedLayerError,
-    ),
+        UnsupportedLayerError),
     "untied twice": Row(lambda: uq.untied(Tied(), "body"), "'body' shares no parameter"),
     "untied, misspelt": Row(lambda: uq.untied(Tied(), "haed"), "no module 'haed'"),
     # outputs that a sample does not settle
@@ -106,8 +103,7 @@ ROWS = {
         f"by others: {name}, {layers}": Row(
             lambda model=model, layers=layers: fit(model, layers=layers),
             OTHERS.format("statistics of the batch"),
-            UnsupportedLayerError,
-        )
+            UnsupportedLayerError)
         for name, model in BY_OTHERS.items()
         for layers in ("all", "last")
     },
@@ -115,27 +111,23 @@ ROWS = {
         f"by others: statistics, {layers}": Row(
             lambda layers=layers: fit(STATISTICS, layers=layers),
             OTHERS.format(r"'2' \(BatchNorm1d\)"),
-            UnsupportedLayerError,
-        )
+            UnsupportedLayerError)
         for layers in ("all", "last")
     },
     "by others: the first two are the same": Row(
-        lambda: fit(BY_OTHERS["mean"], [(SAME, torch.arange(SAMPLES) % 3)]), OTHERS.format(""), UnsupportedLayerError
-    ),
+        lambda: fit(BY_OTHERS["mean"], [(SAME, torch.arange(SAMPLES) % 3)]), OTHERS.format(""), UnsupportedLayerError),
     **{
         f"random: {name}, {layers}": Row(
             lambda model=model, layers=layers: fit(model, layers=layers),
             "differ from run to run, also in eval mode",
-            UnsupportedLayerError,
-        )
+            UnsupportedLayerError)
         for name, model in RANDOM.items()
         for layers in ("all", "last")
     },
     "a fixed batch": Row(
         lambda: fit(between(lambda h: h.view(SAMPLES, 5))),
         rf"batch size is fixed, as by x.view\({SAMPLES}, ...\)",
-        UnsupportedLayerError,
-    ),
+        UnsupportedLayerError),
 }  # fmt: skip
 
 

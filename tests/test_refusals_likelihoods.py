@@ -66,28 +66,22 @@ ROWS = {
     "three outputs of one label": Row(lambda: fit(likelihood="binary"), "'binary' needs outputs"),
     "targets of another shape": Row(lambda: fit(loader=[(X, X)], **REGRESSION), "do not fit outputs"),
     "targets without numbers": Row(
-        lambda: fit(loader=[(X, torch.full((12, 2), NAN))], **REGRESSION), "targets are not finite"
-    ),
+        lambda: fit(loader=[(X, torch.full((12, 2), NAN))], **REGRESSION), "targets are not finite"),
     "no error at all": Row(
-        lambda: fit(loader=[(X, REGRESSION["model"](X).detach())], **REGRESSION), "without error.*noise_variance"
-    ),
+        lambda: fit(loader=[(X, REGRESSION["model"](X).detach())], **REGRESSION), "without error.*noise_variance"),
     "soft labels above 1": Row(lambda: fit(loader=[(X, 2 * SOFT)]), "Batch 0: Soft labels must be probabilities"),
     "soft labels below 0": Row(lambda: fit(loader=[(X, -SOFT)]), "Batch 0: Soft labels must be probabilities"),
     "soft labels as logs": Row(lambda: fit(loader=[(X, SOFT.log())]), "Batch 0: Soft labels must be probabilities"),
     "soft labels of two classes": Row(
-        lambda: fit(loader=[(X, SOFT[:, :2])]), r"or probabilities of shape \(12, 3\)"
-    ),
+        lambda: fit(loader=[(X, SOFT[:, :2])]), r"or probabilities of shape \(12, 3\)"),
     "soft labels of messages": Row(
-        lambda: uq.fit(net(), [(X, SOFT)], "message_passing", progress=False), "soft ones of shape"
-    ),
+        lambda: uq.fit(net(), [(X, SOFT)], "message_passing", progress=False), "soft ones of shape"),
     "cumulative logits out of order": Row(
-        lambda: fit(net(), likelihood=uq.Ordinal(cumulative=True)), "that do not increase from one step"
-    ),
+        lambda: fit(net(), likelihood=uq.Ordinal(cumulative=True)), "that do not increase from one step"),
     # settings
     "noise twice": Row(lambda: fit(likelihood=uq.Gaussian(0.3), noise_variance=0.1), "its own noise"),
     "noise that depends on inputs": Row(
-        lambda: fit(noise_variance=lambda x: x, **REGRESSION), "noise_variance must be a number"
-    ),
+        lambda: fit(noise_variance=lambda x: x, **REGRESSION), "noise_variance must be a number"),
     "all of a label": Row(lambda: uq.Categorical(label_smoothing=1.0), "label_smoothing must be"),
     "class_dim": Row(lambda: uq.Categorical(class_dim=2), "class_dim must be"),
     "ignore_index": Row(lambda: uq.Categorical(ignore_index=3.5), "ignore_index must be a whole number"),
@@ -105,103 +99,79 @@ ROWS = {
     },
     # targets and outputs, by the likelihood
     "labels of which": Row(
-        lambda: check(uq.Multilabel(), (4, 3), torch.zeros(4)), r"0 or 1 for each of 3 labels.*not \(4,\)"
-    ),
+        lambda: check(uq.Multilabel(), (4, 3), torch.zeros(4)), r"0 or 1 for each of 3 labels.*not \(4,\)"),
     "half a label": Row(lambda: check(uq.Multilabel(), (4, 3), torch.full((4, 3), 0.5)), "must be 0 or 1"),
     "no dimension of labels": Row(lambda: check(uq.Multilabel(), (4,)), r"outputs of shape \(samples, labels\)"),
     "half a count": Row(
-        lambda: check(uq.Poisson(), (4, 1), torch.full((4,), 0.5)), "whole numbers of at least 0; these run from 0.5"
-    ),
+        lambda: check(uq.Poisson(), (4, 1), torch.full((4,), 0.5)), "whole numbers of at least 0; these run from 0.5"),
     "a count below 0": Row(
-        lambda: check(uq.Poisson(), (4, 1), torch.tensor([0, 1, -1, 2])), "these run from -1 to 2"
-    ),
+        lambda: check(uq.Poisson(), (4, 1), torch.tensor([0, 1, -1, 2])), "these run from -1 to 2"),
     "counts of one output": Row(lambda: check(uq.Poisson(), (4, 2), torch.zeros(4)), "do not fit outputs"),
     "outputs of three dimensions": Row(lambda: check(uq.Poisson(), (4, 2, 2)), "logarithms of means"),
     "a gamma of 0": Row(lambda: check(uq.Gamma(), (4, 1), torch.zeros(4)), "finite numbers above 0"),
     "half of the outputs": Row(
-        lambda: check(uq.Heteroscedastic(), (4, 3)), "all means and after them the logarithms"
-    ),
+        lambda: check(uq.Heteroscedastic(), (4, 3)), "all means and after them the logarithms"),
     "two targets of one mean": Row(
         lambda: check(uq.Heteroscedastic(), (4, 2), torch.zeros(4, 2)),
-        "a mean and a log variance for each of 1 targets",
-    ),
+        "a mean and a log variance for each of 1 targets"),
     "targets that are no numbers": Row(
-        lambda: check(uq.Heteroscedastic(), (4, 2), torch.full((4,), NAN)), "not finite"
-    ),
+        lambda: check(uq.Heteroscedastic(), (4, 2), torch.full((4,), NAN)), "not finite"),
     "four ordered classes": Row(
-        lambda: check(uq.Ordinal(), (4, 2), torch.arange(4)), r"3 ordered classes; labels must lie in 0\.\.2"
-    ),
+        lambda: check(uq.Ordinal(), (4, 2), torch.arange(4)), r"3 ordered classes; labels must lie in 0\.\.2"),
     "no steps": Row(lambda: check(uq.Ordinal(), (4,)), r"\(samples, classes - 1\)"),
     "thresholds of two outputs": Row(lambda: check(uq.Ordinal([0.0, 1.0]), (4, 2)), "leave the thresholds out"),
     "labels as numbers": Row(
-        lambda: check(uq.Ordinal([0.0, 1.0]), (4, 1), torch.zeros(4)), "Labels must be integers"
-    ),
+        lambda: check(uq.Ordinal([0.0, 1.0]), (4, 1), torch.zeros(4)), "Labels must be integers"),
     "a label below 0": Row(
-        lambda: check(uq.Categorical(), (2, 300), torch.tensor([7, -1], dtype=torch.int8)), "Labels run from -1 to 7"
-    ),
+        lambda: check(uq.Categorical(), (2, 300), torch.tensor([7, -1], dtype=torch.int8)), "Labels run from -1 to 7"),
     # positions
     "positions in a row": Row(
-        lambda: check(uq.Categorical(), (6, 3, 2, 2), torch.zeros(6, 4).long()), r"labels of shape \(6, 2, 2\), not"
-    ),
+        lambda: check(uq.Categorical(), (6, 3, 2, 2), torch.zeros(6, 4).long()), r"labels of shape \(6, 2, 2\), not"),
     "classes at the end": Row(
-        lambda: check(uq.Categorical(), (6, 4, 5), torch.zeros(6, 4).long()), "would fit class_dim=-1"
-    ),
+        lambda: check(uq.Categorical(), (6, 4, 5), torch.zeros(6, 4).long()), "would fit class_dim=-1"),
     "a fourth class": Row(
-        lambda: check(uq.Categorical(), (6, 3, 2, 2), torch.full((6, 2, 2), 3)), r"0\.\.2, or be ignore_index=-100"
-    ),
+        lambda: check(uq.Categorical(), (6, 3, 2, 2), torch.full((6, 2, 2), 3)), r"0\.\.2, or be ignore_index=-100"),
     "a fourth class, often": Row(
         lambda: check(uq.Categorical(), (2, 3, 2, 2), torch.full((2, 2, 2), 255)),
-        r"0\.\.2, or be ignore_index=-100\. If 255 marks .*ignore_index=255\)",
-    ),
+        r"0\.\.2, or be ignore_index=-100\. If 255 marks .*ignore_index=255\)"),
     "a class of -1": Row(
         lambda: check(uq.Categorical(), (2, 3, 2, 2), torch.full((2, 2, 2), -1)),
-        r"If -1 marks positions .*ignore_index=-1\)",
-    ),
+        r"If -1 marks positions .*ignore_index=-1\)"),
     "a sample without a label": Row(
         lambda: check(uq.Categorical(), (2, 3), torch.tensor([0, -100])),
-        "without a label out of the loader: ignore_index= is for outputs with",
-    ),
+        "without a label out of the loader: ignore_index= is for outputs with"),
     "the next pixel": Row(
         lambda: check(uq.Categorical(next_token=True), (6, 3, 2, 2), torch.zeros(6, 2, 2).long()),
-        "one dimension of tokens",
-    ),
+        "one dimension of tokens"),
     "the next of none": Row(lambda: check(uq.Categorical(next_token=True), (3, 4)), "one dimension of tokens"),
     # weights of samples
     **{
         f"weights of {size}": Row(
             lambda size=size: weighted(lambda w: torch.full(w.shape, size, dtype=torch.float64)),
-            "too large: .* Divide all weights by their mean",
-        )
+            "too large: .* Divide all weights by their mean")
         for size in (1e13, 1e300)
     },
     "weights of other positions": Row(
         lambda: weighted(lambda w: torch.ones(4, 2), nn.Conv1d(4, 3, 1), (torch.ones(4, 4, 5), LABELS)),
-        r"\(4,\), one a sample, or \(4, 5\), one a position, not \(4, 2\)",
-    ),
+        r"\(4,\), one a sample, or \(4, 5\), one a position, not \(4, 2\)"),
     # a likelihood of the user's
     "draws of an earlier release": Row(
-        lambda: type("Old", (uq.Likelihood,), {"from_draws": lambda self, outputs: None}), "from_blocks"
-    ),
+        lambda: type("Old", (uq.Likelihood,), {"from_draws": lambda self, outputs: None}), "from_blocks"),
     "moments of an earlier release": Row(
-        lambda: type("Old", (uq.Likelihood,), {"from_gaussian": lambda self, mean, variance: None}), "from_blocks"
-    ),
+        lambda: type("Old", (uq.Likelihood,), {"from_gaussian": lambda self, mean, variance: None}), "from_blocks"),
     "a name of an earlier release": Row(
         lambda: type("Old", (uq.Likelihood,), {"agrees": lambda self, outputs, draws: True}),
-        "^Likelihood Old defines agrees, which is decisions_agree as of",
-    ),
+        "^Likelihood Old defines agrees, which is decisions_agree as of"),
     # predictions of classes
     "draws of one dimension too few": Row(lambda: ClassPrediction.from_logits(torch.zeros(3, 4)), "binary=True"),
     "draws of one class": Row(lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 1)), "at least 2 classes"),
     "binary draws of two": Row(
-        lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2), binary=True), "binary logits"
-    ),
+        lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2), binary=True), "binary logits"),
     "no draws of classes": Row(
-        lambda: ClassPrediction.from_logits(torch.zeros(0, 4, 2)), "at least one weight sample"
-    ),
+        lambda: ClassPrediction.from_logits(torch.zeros(0, 4, 2)), "at least one weight sample"),
     "draws of whole numbers": Row(lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2).long()), "floating-point"),
     "one dimension of probs": Row(
-        lambda: ClassPrediction(torch.ones(3), torch.ones(3), torch.ones(3)), "batch, classes"
-    ),
+        lambda: ClassPrediction(torch.ones(3), torch.ones(3), torch.ones(3)), "batch, classes"),
     "logits_mean": Row(lambda: of_ones((3, 3), (3, 3)), "logits_mean"),
     "logits_variance": Row(lambda: of_ones((3, 2), (3, 1)), "logits_variance"),
     "sample_entropy": Row(lambda: of_ones((3, 2), (3, 2), 2), "sample_entropy"),
@@ -216,30 +186,25 @@ ROWS = {
     "the class -1": Row(lambda: CLASSES.log_prob(torch.full((5,), -1)), "between 0 and 3"),
     "nothing to join": Row(lambda: ClassPrediction.cat([]), "at least one prediction"),
     "classes that differ": Row(
-        lambda: ClassPrediction.cat([CLASSES, ClassPrediction.from_logits(torch.zeros(1, 1, 2))]), "different"
-    ),
+        lambda: ClassPrediction.cat([CLASSES, ClassPrediction.from_logits(torch.zeros(1, 1, 2))]), "different"),
     "an interval of classes": Row(lambda: CLASSES.interval(), r"prediction\.set"),
     "the first 0": Row(lambda: CLASSES.top_k(0), "between 1 and the 4 classes"),
     "the first 5": Row(lambda: CLASSES.top_k(5), "between 1 and the 4 classes"),
     "two names of four": Row(
-        lambda: CLASSES.answers(names=["a", "b"]), "2 class names, and the model has 4 outputs"
-    ),
+        lambda: CLASSES.answers(names=["a", "b"]), "2 class names, and the model has 4 outputs"),
     "no samples, mutual information": Row(lambda: ALONE.mutual_information(), "no expected entropy"),
     "no samples, expected entropy": Row(lambda: ALONE.expected_entropy(), "no expected entropy"),
     "no samples, votes": Row(lambda: ALONE.variation_ratio(), "no votes"),
     # predictions of positions
     "no such score": Row(lambda: PIXELS.per_input("nonsense"), "scores of positions are"),
     "a mask of other inputs": Row(
-        lambda: PIXELS.per_input(mask=torch.ones(2, 2, 2)), r"mask has shape .* \(3, 2, 2\)"
-    ),
+        lambda: PIXELS.per_input(mask=torch.ones(2, 2, 2)), r"mask has shape .* \(3, 2, 2\)"),
     "positions of the class -1": Row(
-        lambda: PIXELS.log_prob(torch.full((3, 2, 2), -1)), r"If -1 marks positions .*ignore_index=-1\)"
-    ),
+        lambda: PIXELS.log_prob(torch.full((3, 2, 2), -1)), r"If -1 marks positions .*ignore_index=-1\)"),
     "a mask that stays": Row(lambda: PIXELS.masked(torch.ones(2, 2, 2)), "mask has shape .* is needed"),
     "inputs of two sizes": Row(
         lambda: PositionPrediction.cat([PIXELS, uq.Categorical().from_draws(torch.randn(2, 3, 4, 5, 1))]),
-        "pad all inputs to one size",
-    ),
+        "pad all inputs to one size"),
     # predictions of values
     "a set of values": Row(lambda: COLUMN.set(), r"prediction\.interval"),
     "draws of one sample": Row(lambda: regression(torch.zeros(3)), "mean must be"),
@@ -249,15 +214,12 @@ ROWS = {
     "noise that is no number": Row(lambda: regression(torch.zeros(2, 3), NAN), "at least 0"),
     "noise of two": Row(lambda: regression(torch.zeros(2, 3), torch.ones(2)), "broadcast"),
     "epistemic_variance": Row(
-        lambda: RegressionPrediction(torch.zeros(3), torch.zeros(3, 1), 0.1), "epistemic_variance"
-    ),
+        lambda: RegressionPrediction(torch.zeros(3), torch.zeros(3, 1), 0.1), "epistemic_variance"),
     "three dimensions of values": Row(
-        lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"
-    ),
+        lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"),
     "values in a column": Row(lambda: VALUES.log_prob(torch.zeros(4, 1)), r"shape \(4,\), not \(4, 1\)"),
     "a density of no width": Row(
-        lambda: regression(torch.zeros(1, 4), 0.0).log_prob(torch.zeros(4)), "positive variance"
-    ),
+        lambda: regression(torch.zeros(1, 4), 0.0).log_prob(torch.zeros(4)), "positive variance"),
     "no draw": Row(lambda: VALUES.sample(0), "at least 1"),
     "no values to join": Row(lambda: RegressionPrediction.cat([]), "at least one prediction"),
     "values and a column": Row(lambda: RegressionPrediction.cat([VALUES, COLUMN]), "different shapes"),

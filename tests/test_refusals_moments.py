@@ -69,38 +69,30 @@ ROWS = {
     "add into a view of plain": Row(through(lambda x: PLAIN.clone()[:].add_(x)), INTO_A_VIEW),
     "integers": Row(through(lambda x: x.to(torch.int64)), r"converted to torch\.int64, which has no variance"),
     "batch statistics": Row(
-        through(lambda x: F.batch_norm(x, None, None, training=True)), "mixes the samples of a batch"
-    ),
+        through(lambda x: F.batch_norm(x, None, None, training=True)), "mixes the samples of a batch"),
     "dropout": Row(through(lambda x: F.dropout(x, 0.5, training=True)), r"call it with training=self\.training"),
     "view in place": Row(through(view_in_place), VIEW),
     "view of a view in place": Row(through(view_of_a_view), VIEW),
     "second view": Row(through(second_view), VIEW),
     "view of what was written": Row(
-        through(view_of_what_was_written), "view of a plain tensor is used after"
-    ),
+        through(view_of_what_was_written), "view of a plain tensor is used after"),
     "out": Row(through(lambda x: torch.add(x, 1.0, out=PLAIN.clone())), "torch.add writes into out=; use its result"),
     "an activation as a number": Row(
-        through(lambda x: torch.full_like(x, x[0, 0])), r"torch\.full_like takes an activation as a certain number"
-    ),
+        through(lambda x: torch.full_like(x, x[0, 0])), r"torch\.full_like takes an activation as a certain number"),
     "fill plain": Row(
-        through(lambda x: PLAIN.clone().masked_fill_(x > 0, x[0, 0])), r"filled with an activation; use torch\.where"
-    ),
+        through(lambda x: PLAIN.clone().masked_fill_(x > 0, x[0, 0])), r"filled with an activation; use torch\.where"),
     "index": Row(through(lambda x: PLAIN[x]), "indexed by an activation; index by something that is certain"),
     "computed weight": Row(
-        through(lambda x: F.linear(torch.ones(1, 3).double(), x)), r"weight is itself uncertain.*layers=\.\.\."
-    ),
+        through(lambda x: F.linear(torch.ones(1, 3).double(), x)), r"weight is itself uncertain.*layers=\.\.\."),
     "losses": Row(
-        through(lambda x: F.cross_entropy(x, torch.tensor([0, 2]), reduction="none")), "cross_entropy"
-    ),
+        through(lambda x: F.cross_entropy(x, torch.tensor([0, 2]), reduction="none")), "cross_entropy"),
     "item, fallback": Row(through(lambda x: x.sum().item(), **FALLBACK), "makes a float of an uncertain activation"),
     "top k, fallback": Row(through(lambda x: torch.topk(x, 2), **FALLBACK), r"makes torch\.int64 of an uncertain"),
     "add into a view of plain, fallback": Row(
         through(lambda x: torch.zeros(3, 3).double()[:].index_add_(0, torch.tensor([0, 2]), x), **FALLBACK),
-        INTO_A_VIEW,
-    ),
+        INTO_A_VIEW),
     "in place, fallback": Row(
-        through(lambda x: x.round_(), **FALLBACK), "works in place and has no rule.*returns a new tensor"
-    ),
+        through(lambda x: x.round_(), **FALLBACK), "works in place and has no rule.*returns a new tensor"),
     "after the pass": Row(lambda: torch.relu(MomentTensor(PLAIN, PLAIN)), "outside the pass"),
     "no deviation": Row(lambda: InverseCDF(deviation=0.0), "deviation must be"),
     "a deviation twice": Row(lambda: InverseCDF(1.0, quantile=torch.logit), "leave them out"),

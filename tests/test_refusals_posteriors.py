@@ -55,14 +55,12 @@ ROWS = {
     "a prior for some layers": Row(lambda: set_prior({"0": 1.0}), "every layer once.*'2'"),
     "a prior for more layers": Row(lambda: set_prior(LAYERS | {"9": 1.0}), "every layer once.*'9'"),
     "a prior of a layer": Row(lambda: set_prior(LAYERS | {"0": -1.0}), "of layer '0' must be"),
-    "several numbers": Row(lambda: set_prior(torch.ones(2)), r"Tensor of shape \(2,\)"),
     "one of two settings": Row(lambda: POSTERIOR.with_settings(temperature=3.0, scale=0.0), "scale must be"),
     "settings of one's own": Row(lambda: POSTERIOR.at(replace(POSTERIOR.settings, scale=0.0)), "scale must be"),
     **{
         f"{name} of {method}, {likelihood}, {way}": Row(
             lambda method=method, likelihood=likelihood, given=given: fitted(method, likelihood).with_settings(**given),
-            rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0",
-        )
+            rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0")
         for method, likelihood, name, why in LACKING
         for way, given in {"alone": {name: 0.5}, "beside another": {"scale": 3.0, name: 0.5}}.items()
     },
@@ -71,41 +69,31 @@ ROWS = {
             lambda method=method, likelihood=likelihood, name=name: fitted(method, likelihood).at(
                 replace(fitted(method, likelihood).settings, **{name: 0.5})
             ),
-            rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0",
-        )
+            rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0")
         for method, likelihood, name, why in LACKING
     },
-    "settings below 0": Row(lambda: fitted("kfac").with_settings(noise_scale=-1.0), "noise_scale must"),
     # questions
     "no draws": Row(lambda: POSTERIOR.sample(0), "number of draws must be"),
     "an unknown layer": Row(lambda: POSTERIOR.quadratic({"5": X}), "unknown: .'5'"),
     # priors of single weights
     "a prior by layer": Row(lambda: fit(prior_precision=LAYERS), "one number for all layers, or tensors by the names"),
     "a prior by layer, kfac": Row(
-        lambda: fit(method="kfac", prior_precision=LAYERS), "one number for all layers, or tensors by the names"
-    ),
+        lambda: fit(method="kfac", prior_precision=LAYERS), "one number for all layers, or tensors by the names"),
     "a prior of weights, kfac": Row(
-        lambda: fit(method="kfac", prior_precision=OWN), "not diagonal in the Kronecker basis"
-    ),
+        lambda: fit(method="kfac", prior_precision=OWN), "not diagonal in the Kronecker basis"),
     "a prior of weights, efb": Row(
-        lambda: fit(method="efb", prior_precision=OWN), "not diagonal in the Kronecker basis of method='efb'"
-    ),
+        lambda: fit(method="efb", prior_precision=OWN), "not diagonal in the Kronecker basis of method='efb'"),
     "a prior of weights, a training": Row(
-        lambda: train(prior_precision=OWN), "takes one number as prior_precision, not one a weight"
-    ),
+        lambda: train(prior_precision=OWN), "takes one number as prior_precision, not one a weight"),
     "a mean of messages": Row(of_messages, "enters the log marginal likelihood of a Laplace posterior alone"),
     "a prior of one parameter": Row(
-        lambda: fit(prior_precision={"0.weight": OWN["0.weight"]}), "there is none for"
-    ),
+        lambda: fit(prior_precision={"0.weight": OWN["0.weight"]}), "there is none for"),
     "a prior of another layer": Row(
-        lambda: fit(prior_precision=OWN, layers="last"), "no parameters of the posterior's layers"
-    ),
+        lambda: fit(prior_precision=OWN, layers="last"), "no parameters of the posterior's layers"),
     "a negative prior": Row(
-        lambda: fit(prior_precision=OWN | {"2.bias": torch.tensor([1.0, -1.0, 1.0])}), "must be positive everywhere"
-    ),
+        lambda: fit(prior_precision=OWN | {"2.bias": torch.tensor([1.0, -1.0, 1.0])}), "must be positive everywhere"),
     "a prior of another shape": Row(
-        lambda: fit(prior_precision=OWN | {"2.bias": torch.ones(2)}), "must have the shape"
-    ),
+        lambda: fit(prior_precision=OWN | {"2.bias": torch.ones(2)}), "must have the shape"),
     "a mean that is no number": Row(lambda: fit(prior_mean={"0.weight": float("nan")}), "must be finite"),
     "a mean of no parameter": Row(lambda: fit(prior_mean={"weight": 1.0}), "no parameters of the posterior's layers"),
     "an infinite mean": Row(lambda: fit(prior_mean=float("inf")), "prior_mean must be a finite number"),
@@ -113,8 +101,7 @@ ROWS = {
     # blocks of one's own
     "a kind that there is": Row(
         lambda: block(kind="diagonal", makes=DiagonalBlock.makes),
-        r"cannot be a block of the kind 'diagonal', which .*DiagonalBlock",
-    ),
+        r"cannot be a block of the kind 'diagonal', which .*DiagonalBlock"),
     "a block that makes nothing": Row(lambda: block(kind="vague"), "must say in 'makes'"),
 }  # fmt: skip
 

@@ -125,12 +125,11 @@ def test_diagonals_bases_and_eigenvalues_are_those_of_the_gradients() -> None:
         p = model(x).softmax(1)
     root = p.sqrt()  # the factors of the exact Fisher: sqrt(p_c) (e_c - p)
     factors = root.diag_embed() - p.unsqueeze(1) * root.unsqueeze(2)
-    jacobian = dense_jacobian(model, inf, x)
+    jacobian, variance = dense_jacobian(model, inf, x), fitted(model, "diag").variance()
     for name, layer in inf.layers.items():
         if not layer.rule.by_gradients or layer.groups > 1:
             continue
-        diagonal = fitted(model, "diag").variance()[layer.weight]
-        own = layer.to_matrix(1 / diagonal - 2.0, None)[0] / 20
+        own = layer.to_matrix(1 / variance[layer.weight] - 2.0, None)[0] / 20
         truth = fisher[name].diagonal().reshape(layer.outputs, layer.inputs)
         torch.testing.assert_close(own, truth[:, : own.shape[1]], rtol=1e-8, atol=1e-12)
         j = torch.einsum("scp,sdc->sdp", jacobian[name].reshape(*p.shape, -1), factors)

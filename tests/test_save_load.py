@@ -80,11 +80,11 @@ def readers(model: nn.Module) -> list[Callable[[Any], Any]]:
 # Round trips
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip_keeps_every_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = make_model(dtype)
-    posterior = make(kind, model, dtype)
+def test_round_trip_keeps_every_bit(kind: str, tmp_path: Path) -> None:
+    """In float64; what a fit gives in float32 is in the conformance suite."""
+    model = make_model(torch.float64)
+    posterior = make(kind, model, torch.float64)
     save(posterior, tmp_path / "p.h5")
     loaded = load(tmp_path / "p.h5", model)
     assert same_bits(tensors_of(posterior), tensors_of(loaded))
