@@ -12,10 +12,11 @@ import re
 import types
 from argparse import ArgumentError
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from itertools import zip_longest
 from json import loads
 from typing import Annotated, Any, Literal, Optional, Union, cast, get_args, get_origin, get_type_hints
@@ -88,8 +89,9 @@ class Option:
     positional: bool = False
 
 
-def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
-    """The options of a function or a class.
+@cache
+def options_of(owner: Callable[..., Any]) -> tuple[Option, ...]:
+    """The options of a function or a class; read once, since a command asks for them to parse and to check its files.
 
     Raises:
         PosthocUQError: the type of one cannot be found when the program runs.
@@ -104,6 +106,7 @@ def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
     lists = {f.name: f.default_factory for f in fields(owner)} if is_dataclass(owner) else {}
     texts = _texts(owner)
     shared = {} if isinstance(owner, type) else SHARED
+    found: list[Option] = []
     for name, parameter in inspect.signature(cast(Any, owner)).parameters.items():
         hint = hints.get(name)
         kind = hint if hint is Choice or is_dataclass(hint) else _textual(hint)
@@ -111,7 +114,8 @@ def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
         default = parameter.default if factory is MISSING else factory()
         if kind is not None:
             positional = parameter.kind is parameter.POSITIONAL_ONLY
-            yield Option(name, hint, kind, default, texts.get(name, shared.get(name, "")), positional)
+            found.append(Option(name, hint, kind, default, texts.get(name, shared.get(name, "")), positional))
+    return tuple(found)
 
 
 def _texts(owner: Any) -> dict[str, str]:
@@ -201,7 +205,7 @@ class Command:
 
     def __init__(self, function: Callable[..., Any], words: Sequence[str]) -> None:
         self.function, self.name = function, function.__name__
-        self.options = list(options_of(function))
+        self.options = options_of(function)
         self.kinds: dict[str, Any] = {"config": str, "print_config": bool, "help": bool}
         self.configurations = _values(words, "--config")
         self._files = {path: _configured(path) for path in self.configurations}
