@@ -20,7 +20,7 @@ BOUNDS = {
         "sweep's batch, last": (270, 10, 8),
         "sweep's batch, all": (360, 10, 8),
         "search's trial, last": (620, 204, 3),
-        "search's trial, all": (300, 80, 3),
+        "search's trial, all": (340, 96, 3),
     },
     "lenet": {
         "prediction, last": (294, 76, 2),
@@ -28,7 +28,7 @@ BOUNDS = {
         "sweep's batch, last": (278, 10, 8),
         "sweep's batch, all": (500, 10, 8),
         "search's trial, last": (613, 204, 3),
-        "search's trial, all": (300, 80, 3),
+        "search's trial, all": (330, 96, 3),
     },
 }
 

@@ -77,7 +77,7 @@ BOUNDS = {
     "modules": 85,
     "last-layer fit": 458,
     "last-layer fit, files": 50,
-    "default fit": 725,
+    "default fit": 733,
     "default fit, files": 68,
     "later prediction": 95,
     "later prediction, files": 22,

@@ -124,7 +124,7 @@ class HeldOutLoss(Score):
         found, nbytes, predictor = list[tuple[Any, Tensor]](), 0, self._at(settings)
         for batch, targets in self._batches():
             made = predictor.at_every_prior(batch)
-            nbytes += 0 if made is None else made.sums.nbytes
+            nbytes += 0 if made is None else made.nbytes
             if made is None or nbytes > CACHE_BUDGETS * TEMPORARY_BYTES:
                 found.clear()
                 break

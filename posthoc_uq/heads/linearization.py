@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -26,7 +27,7 @@ from posthoc_uq.heads.linearized_outputs import (
     LinearizedOutputs,
     spread_of,
 )
-from posthoc_uq.heads.spectrum import Spectrum
+from posthoc_uq.heads.spectrum import Spectrum, Sums
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.frozen import called
@@ -132,9 +133,14 @@ class Linearization(LinearizedOutputs):
     def at_every_prior(self, spectrum: Spectrum) -> OutputsByPrior:
         """The outputs at every prior precision, from products with `spectrum`, which are those of the engine."""
         indices = self._chosen.indices(self._rows)
+        parts = list[Sums]()
         with without_autocast(self.mean.device.type):
-            sums = self._contracted(indices, centre=indices is not None)
-        return OutputsByPrior(self.mean, self._rows, indices, sums, spectrum, self._chosen)
+            for part, used in self._parts(indices, centre=indices is not None):
+                number = part._functions(used, indices is not None)
+                gradient = part._one_class(0, used)
+                pulled = pull_back(part._recording, gradient, range(number), self._dtype, last=True)
+                parts.append(spectrum.contract(pulled, part._samples, number))
+        return OutputsByPrior(self.mean, self._rows, indices, parts, spectrum, self._chosen)
 
     # Backward passes
 
@@ -161,7 +167,8 @@ class Linearization(LinearizedOutputs):
 
     def _variances_of(self, gradient: Gradient, number: int, last_place: bool = True) -> Tensor:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
-        step = max(1, self._passes_at_once)
+        assert isinstance(self._weights, WeightCovariance)
+        step = max(1, _STORED_BUDGETS * self._budget // max(1, self._pass_bytes))
         variances: list[Tensor] = []
         for start in split_progress(range(0, number, step)):
             numbers = range(start, min(number, start + step))
@@ -174,22 +181,38 @@ class Linearization(LinearizedOutputs):
 
     def _contracted(self, indices: Tensor | None, centre: bool = False) -> Tensor:
         """Covariances of all outputs, or of those at `indices`, at each place; with `centre` the mean of all outputs
-        comes last, as one more. A batch whose output gradients take too much memory is split in two.
+        comes last, as one more.
         """
-        number = (self._rows.shape[1] if indices is None else indices.shape[1]) + centre
-        places, samples = len(self._places), self._samples
-        if samples == 1 or number <= self._passes_at_once:
-            gradients = [self._one_class(place, indices) for place in range(places)]
-            parts = [
-                self._of_functions(gradients[place], number, "covariance", place == places - 1)
+        places, found = len(self._places), list[Tensor]()
+        for part, used in self._parts(indices, centre):
+            number = part._functions(used, centre)
+            gradients = [part._one_class(place, used) for place in range(places)]
+            at_places = [
+                part._of_functions(gradients[place], number, "covariance", place == places - 1)
                 for place in split_progress(range(places))
             ]
-            return torch.stack(parts, 1).flatten(0, 1)
+            found.append(torch.stack(at_places, 1).flatten(0, 1))
+        return torch.cat(found)
+
+    def _functions(self, indices: Tensor | None, centre: bool) -> int:
+        """How many functions of the outputs have a backward pass."""
+        return (self._rows.shape[1] if indices is None else indices.shape[1]) + centre
+
+    def _parts(self, indices: Tensor | None, centre: bool) -> Iterator[tuple[Linearization, Tensor | None]]:
+        """This batch, or where its output gradients take too much memory, parts of it that take less; each with its
+        part of `indices`. Backward passes of one are to be run before the next is asked for.
+        """
+        samples, places = self._samples, len(self._places)
+        needed = self._functions(indices, centre) * self._pass_bytes
+        count = -(-samples // max(1, _STORED_BUDGETS * self._budget * samples // max(1, needed)))
+        if count == 1:
+            yield self, indices
+            return
         del self._recording  # its graph is not needed any more
-        halves: list[Tensor] = []
-        for start, stop in split_progress(((0, samples // 2), (samples // 2, samples))):
+        bounds = [samples * place // count for place in range(count + 1)]
+        for start, stop in split_progress(list(pairwise(bounds))):
             with torch.autocast(self.mean.device.type, enabled=self._autocast):
-                half = Linearization(
+                part = Linearization(
                     self._chosen,
                     self._capture,
                     self._last,
@@ -198,21 +221,19 @@ class Linearization(LinearizedOutputs):
                     self._batch.narrow(start, stop - start, samples),
                     stop - start,
                 )
-            part = None if indices is None else indices[start * places : stop * places]
-            halves.append(half._contracted(part, centre))
-        return torch.cat(halves)
+            yield part, None if indices is None else indices[start * places : stop * places]
 
     def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
+        assert isinstance(self._weights, WeightCovariance)
         with progress_span(0, 0.5):
             pulled = pull_back(self._recording, gradient, range(number), self._dtype, last=last)
         with progress_span(0.5, 1):
             return self._result(self._weights.contract(pulled, self._samples, number, mode))
 
     @property
-    def _passes_at_once(self) -> int:
-        """How many backward passes' output gradients fit into memory; none where not even one fits."""
-        pass_bytes = self._recording.numbers * torch.finfo(self._dtype).bits // 8
-        return _STORED_BUDGETS * self._budget // max(1, pass_bytes)
+    def _pass_bytes(self) -> int:
+        """What the output gradients of one backward pass take."""
+        return self._recording.numbers * torch.finfo(self._dtype).bits // 8
 
 
 @dataclass(frozen=True)
@@ -223,7 +244,8 @@ class OutputsByPrior:
         mean: the outputs, in the shape of the model's.
         rows: the outputs, ``(samples, outputs)``.
         indices: of those with a backward pass, ``(samples, k)``; None for all.
-        sums: from `Spectrum.contract`; of the outputs at `indices` with the mean of all outputs as one more.
+        sums: from `Spectrum.contract`, by parts of the batch; of the outputs at `indices` with the mean of all outputs
+            as one more.
         spectrum: see above.
         chosen: the outputs that are used.
     """
@@ -231,13 +253,19 @@ class OutputsByPrior:
     mean: Tensor
     rows: Tensor
     indices: Tensor | None
-    sums: Tensor
+    sums: list[Sums]
     spectrum: Spectrum
     chosen: ChosenOutputs
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(part.nbytes for part in self.sums)
+
     def at(self, prior_precision: float) -> OutputGaussian:
         """As `LinearizedOutputs.gaussian`; other outputs than those at `indices` have their mean variance."""
-        found = self.spectrum.covariances(self.sums, prior_precision)
+        parts = [self.spectrum.covariances(part, prior_precision) for part in self.sums]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
         covariance: Tensor | LogitCovariance | None = None
         if self.indices is not None:
             variance, covariance = top_spread(self.rows, self.indices, found, None)

@@ -42,6 +42,7 @@ from posthoc_uq.posteriors.settings import get_width
 if TYPE_CHECKING:
     from posthoc_uq.heads.closed_form import ClosedForm
     from posthoc_uq.heads.linearization import OutputsByPrior, Probes
+    from posthoc_uq.heads.spectrum import Spectrum
     from posthoc_uq.layers.frozen import Features, FrozenPart
 
 _MAX_BACKWARD = (
@@ -234,6 +235,7 @@ class LinearizedPredictor(GaussianPredictor):
     def _forget_weights(self) -> None:
         """Covariance and draws of the weights are made again when they are needed."""
         self._weights, self._deviations = KeyedCache[WeightCovariance](), KeyedCache[dict[str, Tensor]]()
+        self._spectrum: KeyedCache[Spectrum] = KeyedCache()
 
     def with_posterior(self, posterior: Posterior, seed: int | None = None) -> LinearizedPredictor:
         """See `Predictor`."""
@@ -439,7 +441,9 @@ class LinearizedPredictor(GaussianPredictor):
         with self._gradients(False), self.explaining(batch):
             prepared, width = self._prepared, get_width(posterior.settings, "prior_precision")
             limit = temporary_limit(prepared.budget, prepared.device)
-            spectrum = Spectrum(posterior, width, prepared.dtype, prepared.device, limit)
+            spectrum = self._spectrum.get(
+                None, lambda: Spectrum(posterior, width, prepared.dtype, prepared.device, limit)
+            )
             found = Linearization(
                 self._chosen,
                 prepared.capture(batch),

@@ -7,7 +7,9 @@ Where a layer's precision is ``scale U diag(lambda) U^T + tau`` with orthonormal
 in which no product depends on the prior precision ``tau``. They are summed up by the sizes ``x`` of ``scale lambda_k``
 between the points of a grid with `_POINTS` for each decade, so that a sample needs a few small matrices, whatever the
 number of weights. Each counts to the two points around it so that ``1 / (x + tau)`` is right for ``tau`` much smaller
-or larger than ``x``, and at most `ROUNDING` too small between.
+or larger than ``x``, and at most `ROUNDING` too small between. Of a layer with one position, ``J = g a^T``, nothing is
+summed before: with ``c_k = (U_g^T g)_i (U_a^T a)_j`` the sum over k is a product with the squares of ``U_a^T a``, and
+then one with the ``U_g^T g``, at any ``tau``.
 
 The directions are those of a block's `leading` eigenvalues. What else a block knows is left out: the residual and the
 correction of INF, the small eigenvalues of KFAC and EFB. On networks that chose the defaults the divergence at a prior
@@ -25,9 +27,10 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.heads.jacobians import Pulled
+from posthoc_uq.heads.predictor import KeyedCache
 from posthoc_uq.layers.operands import rotate_output_gradients
 from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.covariance import LayerRows, Mode, jacobian_gram
+from posthoc_uq.posteriors.covariance import LayerRows, jacobian_gram
 
 _POINTS = 10  # for each decade
 ROUNDING = (log(10) / _POINTS) ** 2 / 16  # the largest relative error of a variance by the grid
@@ -43,6 +46,7 @@ class _Directions:
         outputs: ``(G, m, g)``.
         points: below each eigenvalue, ``(G g a,)``; -1 where it counts as none.
         shares: of each that count to this point, and not to the next, ``(G g a,)``.
+        information: the eigenvalues times the scale, as the prior precision of the posterior counts, ``(G, a, g)``.
         prior: the layer's prior precision, relative to that of the posterior.
     """
 
@@ -50,7 +54,38 @@ class _Directions:
     outputs: Tensor
     points: Tensor
     shares: Tensor
+    information: Tensor
     prior: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is no other direction."""
+        return all(basis.shape[1] == basis.shape[2] for basis in (self.inputs, self.outputs))
+
+
+@dataclass
+class Sums:
+    """What the covariances of a batch at every prior precision are computed from.
+
+    Attributes:
+        points: ``sum_k c_k c_k^T`` of each point, ``(samples, points, functions, functions)``; None where all layers
+            have one position.
+        rest: that of all other directions, ``(samples, functions, functions)``.
+        squares: of each layer with one position ``(U_a^T a)^2``, over the prior, ``(G, samples, a)``.
+        columns: of all these layers ``U_g^T g``, side by side, ``(samples, functions, numbers)``.
+    """
+
+    points: Tensor | None
+    rest: Tensor
+    squares: dict[str, Tensor]
+    columns: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        several = [self.rest, self.columns, *self.squares.values()]
+        several += [] if self.points is None else [self.points]
+        return sum(tensor.nbytes for tensor in several)
 
 
 class Spectrum:
@@ -68,6 +103,7 @@ class Spectrum:
         self, posterior: Posterior, width: float, dtype: torch.dtype, device: torch.device, limit: int
     ) -> None:
         self._layers, self._limit, self.dtype = dict[str, _Directions](), limit, dtype
+        self._variances = KeyedCache[dict[str, Tensor]]()  # at the last prior precision
         first, last = _DECADES
         for block, (name,) in posterior.members.items():
             leading = posterior.blocks[block].leading()
@@ -80,7 +116,11 @@ class Spectrum:
             # 1 / x is the mean of its values at the two points, which sets the shares
             step = 10.0 ** (1 / _POINTS)
             shares = ((10.0 ** ((points - places) / _POINTS) * step - 1) / (step - 1)).clamp(0, 1)
-            kept = points.long().to(device), shares.to(dtype).to(device)
+            kept = (
+                points.long().to(device),
+                shares.to(dtype).to(device),
+                information.to(device).mT.contiguous(),
+            )
             self._layers[name] = _Directions(inputs, outputs, *kept, prior)
         found = torch.cat([layer.points for layer in self._layers.values()]).unique()
         found = found[found >= 0]
@@ -97,32 +137,51 @@ class Spectrum:
             and all(block.leading() is not None for block in posterior.blocks.values())
         )
 
-    def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
-        """``sum_k c_k c_k^T`` of each point, and last that of all other directions, ``(samples, points + 1, functions,
-        functions)``. `pulled` is emptied, to free memory.
-        """
-        assert mode == "covariance"
-        total: Tensor | None = None
+    def contract(self, pulled: list[Pulled], samples: int, functions: int) -> Sums:
+        """The sums of a batch. `pulled` is emptied, to free memory."""
+        dtype, device = self.dtype, self._points.device
+        points: Tensor | None = None
+        rest = torch.zeros(samples, functions, functions, dtype=dtype, device=device)
+        squares, columns = dict[str, Tensor](), list[Tensor]()
         while pulled:
             layer = pulled.pop()
-            sums = self._of_layer(self._layers[layer.layer.name], layer.rows(functions))
-            total = sums if total is None else total.add_(sums)
-        if total is None:
-            return torch.zeros(
-                samples, len(self._points) + 1, functions, functions, device=self._points.device
-            )
-        return total
+            name, rows = layer.layer.name, layer.rows(functions)
+            own = self._layers[name]
+            if layer.activations.positions > 1:
+                if points is None:
+                    points = rest.new_zeros(samples, len(self._points), functions, functions)
+                self._add_layer(own, rows, points, rest)
+                continue
+            of_inputs = rows.activations.project(own.inputs).squeeze(2).square() / own.prior
+            of_outputs = rotate_output_gradients(rows.gradients, own.outputs).squeeze(4)
+            of_outputs = of_outputs.transpose(1, 2).flatten(2)
+            if not own.complete:
+                totals = of_inputs.sum(2).repeat_interleave(own.outputs.shape[2], 1)
+                rest += self._in_all_directions(own, rows) - _weighted_gram(totals, of_outputs)
+            squares[name] = of_inputs.transpose(0, 1)
+            columns.append(of_outputs)
+        side_by_side = torch.cat(columns, 2) if columns else rest[:, :, :0]
+        return Sums(points, rest, squares, side_by_side)
 
-    def _of_layer(self, layer: _Directions, rows: LayerRows) -> Tensor:
+    def _in_all_directions(self, layer: _Directions, rows: LayerRows) -> Tensor:
+        """``J J^T``, over the prior."""
+        return jacobian_gram(*rows, layer.inputs.shape[1], self._limit) / layer.prior
+
+    def _add_layer(self, layer: _Directions, rows: LayerRows, points: Tensor, rest: Tensor) -> None:
+        """Add a layer with several positions to the sums of each point, and of all other directions."""
         activations, gradients = rows
-        samples, _, functions = gradients.shape[:3]
-        sums = gradients.new_zeros(samples, len(self._points) + 1, functions, functions)
-        sums[:, -1] = jacobian_gram(activations, gradients, layer.inputs.shape[1], self._limit) / layer.prior
+        functions = gradients.shape[2]
+        if not layer.complete:
+            rest += self._in_all_directions(layer, rows)
         if not layer.points.numel():
-            return sums
-        inputs = activations.project(layer.inputs).unsqueeze(2)
-        cores = torch.matmul(rotate_output_gradients(gradients, layer.outputs), inputs)  # (S, G, F, g, a)
-        cores = cores.transpose(1, 2).flatten(2)
+            return
+        inputs, outputs = (
+            activations.project(layer.inputs),
+            rotate_output_gradients(gradients, layer.outputs),
+        )
+        # one product for all functions, which does not copy the inputs for each: (S, G, F g, a)
+        cores = torch.matmul(outputs.flatten(2, 3), inputs)
+        cores = cores.unflatten(2, (functions, -1)).transpose(1, 2).flatten(2)
         order = layer.points.argsort()
         present, counts = layer.points[order].unique_consecutive(return_counts=True)
         parts = zip(
@@ -133,15 +192,43 @@ class Spectrum:
             strict=True,
         )
         for point, place, part, shares in parts:
-            if point >= 0:
-                columns = part.transpose(1, 2) / layer.prior
-                below = torch.matmul(part * shares, columns)
-                sums[:, place] += below
-                sums[:, place + 1] += torch.matmul(part, columns) - below
-        sums[:, -1] -= sums[:, :-1].sum(1)
-        return sums
+            columns = part.transpose(1, 2) / layer.prior
+            found = torch.matmul(part, columns)
+            if point < 0:
+                if layer.complete:
+                    rest += found
+                continue
+            if not layer.complete:
+                rest -= found
+            below = torch.matmul(part * shares, columns)
+            points[:, place] += below
+            points[:, place + 1] += found - below
 
-    def covariances(self, sums: Tensor, width: float) -> Tensor:
-        """Covariances ``(samples, functions, functions)`` at a prior precision, of sums that `contract` gave."""
-        weights = torch.cat([1 / (self.sizes + width), self.sizes.new_tensor([1 / width])])
-        return torch.einsum("b,sbij->sij", weights.to(sums), sums)
+    def covariances(self, found: Sums, width: float) -> Tensor:
+        """Covariances ``(samples, functions, functions)`` at a prior precision, of what `contract` gave."""
+        total = found.rest / width
+        if found.points is not None:
+            weights = (1 / (self.sizes + width)).to(total)
+            total += torch.einsum("b,sbij->sij", weights, found.points)
+        if found.squares:
+            variances = self._variances.get(width, lambda: self._variances_at(width))
+            weighted = [
+                torch.bmm(squares, variances[name]).transpose(0, 1).flatten(1)
+                for name, squares in found.squares.items()
+            ]
+            total += _weighted_gram(torch.cat(weighted, 1), found.columns)
+        return total
+
+    def _variances_at(self, width: float) -> dict[str, Tensor]:
+        """``1 / (x + tau)`` of each layer's directions, ``(G, a, g)``."""
+        return {
+            name: (layer.information + width).reciprocal().to(self.dtype)
+            for name, layer in self._layers.items()
+        }
+
+
+def _weighted_gram(weights: Tensor, columns: Tensor) -> Tensor:
+    """``sum w c c^T``, ``(samples, functions, functions)``, for weights ``(samples, numbers)`` and columns ``(samples,
+    functions, numbers)``.
+    """
+    return torch.bmm(columns * weights.unsqueeze(1), columns.transpose(1, 2))

@@ -280,9 +280,11 @@ def _tails(model: nn.Module, changing: frozenset[str]) -> list[tuple[str, ...]]:
 
 
 def _has_matrix_outside(model: nn.Module, tail: tuple[str, ...]) -> bool:
-    """Whether a weight is used before these modules, so that leaving out what comes before saves something."""
+    """Whether a weight is multiplied before these modules, so that leaving out what comes before saves something; what
+    has one row alone, as a token or the embedding of positions, is added.
+    """
     inside = {id(p) for name in tail for p in model.get_submodule(name).parameters()}
-    return any(id(p) not in inside and p.ndim > 1 for p in model.parameters())
+    return any(id(p) not in inside and p.ndim > 1 and len(p) > 1 for p in model.parameters())
 
 
 def _getter(name: str) -> Any:
