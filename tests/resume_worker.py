@@ -25,8 +25,10 @@ import posthoc_uq as uq
 
 # what a child would load with its first gradient, step, posterior or file: here once for all of them
 LOADED = (
-    "backpack.extensions h5py numpy.random scipy.optimize sympy torch._dynamo posthoc_uq.curvature posthoc_uq.files "
-    "posthoc_uq.fitting posthoc_uq.heads posthoc_uq.trained.function_space posthoc_uq.trained.message_passing.fit"
+    "backpack.extensions h5py numpy.random scipy.optimize sympy torch._decomp.decompositions_for_jvp torch._dynamo "
+    "posthoc_uq.curvature posthoc_uq.files.save_load posthoc_uq.fitting.fit posthoc_uq.heads.linearized "
+    "posthoc_uq.heads.sampling posthoc_uq.methods.inf posthoc_uq.posteriors.report "
+    "posthoc_uq.trained.function_space posthoc_uq.trained.message_passing.fit"
 )
 
 SAMPLES, SIZE, BATCH = 90, 9, 8
