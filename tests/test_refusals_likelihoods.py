@@ -132,7 +132,7 @@ ROWS = {
     "a fourth class": Row(
         lambda: check(uq.Categorical(), (6, 3, 2, 2), torch.full((6, 2, 2), 3)), r"0\.\.2, or be ignore_index=-100"),
     "a fourth class, often": Row(
-        lambda: check(uq.Categorical(), (2, 3, 2, 2), torch.full((2, 2, 2), 255)),
+        lambda: check(uq.Categorical(), (2, 3, 2, 2), torch.full((2, 2, 2), 255).byte()),
         r"0\.\.2, or be ignore_index=-100\. If 255 marks .*ignore_index=255\)"),
     "a class of -1": Row(
         lambda: check(uq.Categorical(), (2, 3, 2, 2), torch.full((2, 2, 2), -1)),
