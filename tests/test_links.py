@@ -101,6 +101,13 @@ def test_extreme_logits_stay_finite_and_certain_ones_are_softmax(link: str) -> N
         torch.testing.assert_close(
             from_gaussian(mean, torch.zeros(2, 3), own, link=link).probs, mean.softmax(1)
         )
+        many = torch.cat([mean, torch.linspace(-20, 20, 40).reshape(2, 20)], 1)
+        torch.testing.assert_close(
+            from_gaussian(many, torch.zeros_like(many), own, link=link).probs,
+            many.softmax(1),
+            atol=2e-6,
+            rtol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("link", uq.Categorical.links)

@@ -22,10 +22,10 @@ LINK_DRAWS = 256  # default number of draws of the outputs
 MatrixProduct = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
 
-DIRECTIONS = 8  # common directions, for more than `EXACT` classes
+DIRECTIONS = 5  # common directions, for more than `EXACT` classes
 EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
-_ROUNDS = 2  # of subspace iteration
+_ROUNDS = 1  # of subspace iteration
 _RANK = 1e-12  # share of the largest entry by which the diagonal of a matrix that may be singular is raised
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 

@@ -15,6 +15,8 @@ from posthoc_uq.likelihoods.draws import LogitCovariance, normals, normals_like
 
 _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
+_BEST = 16  # numbers of a point whose moments are right all the same: the first ones, the most evenly spread
+_LEAST = 32  # points of very many classes
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.5, 3.5
@@ -26,6 +28,11 @@ _MIXTURE = (
     (0.37376506622, 2.10542661935),
     (0.06082939738, 3.11532590840),
 )
+# The mean of a sigmoid as a sigmoid, for means of at least minus half the variance: fitted to quadrature for this file.
+_SCALE = 0.39420865, 0.22704663, 2.62849082
+_CUBIC = 0.01870954, 1.61791042
+_QUINTIC = -5.5422752e-05, 0.12066785
+_FLAT = 14.0  # a sigmoid's argument from which on it is 0 or 1
 
 
 def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
@@ -60,6 +67,31 @@ def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         near = share + variance / 2 * share * (1 - share) * (1 - 2 * share)
         factor = torch.where(small, near, factor)
     return exponent, factor
+
+
+class SigmoidMean:
+    """``E[sigmoid(x)]`` for ``x ~ N(mean, variance)`` as in `logistic_normal`, for many means and few variances: by one
+    sigmoid, ``sigmoid(y + b y^3 + c y^5)`` with ``y = a mean`` and numbers ``a``, ``b``, ``c`` of the variance, to 8e-4
+    at worst, and exactly at a variance of 0.
+    """
+
+    def __init__(self, variance: Tensor) -> None:
+        """
+        Args:
+            variance: of a shape to which that of the means is broadcast.
+        """
+        rest = variance / (variance + _SCALE[2])
+        self._scale = (1 + _SCALE[0] * variance + _SCALE[1] * rest).rsqrt()
+        self._cubic = _CUBIC[0] * variance / (variance + _CUBIC[1])
+        self._quintic = _QUINTIC[0] * variance / (variance + _QUINTIC[1])
+        self._variance, self._half = variance, variance / 2
+
+    def at(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """``a`` and ``b`` of `logistic_normal`."""
+        inner = torch.maximum(mean, -self._variance - mean).mul_(self._scale).clamp_(-_FLAT, _FLAT)
+        square = inner.square()
+        bent = torch.addcmul(self._cubic, self._quintic, square).mul_(square).add_(1)
+        return (mean + self._half).clamp_(max=0), bent.mul_(inner).sigmoid_()
 
 
 class GaussianLogits(NamedTuple):
@@ -102,16 +134,24 @@ class GaussianLogits(NamedTuple):
         ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
 
         Of two classes nothing else varies, and three need one line of points for each class; see `_by_lines`. Four and
-        more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
+        more take `points_of`: up to ten `n_draws` points of a scrambled Sobol sequence (Owen 1998), and more classes
+        half of them, or a power of two fewer, down to `_LEAST`, that keep a row within `_MAX_NUMBERS`.
         """
-        classes = self.mean.shape[-1] if self.spread.given is not None else math.inf
-        if classes == 2:
+        classes, exact = self.mean.shape[-1], self.spread.given is not None
+        if exact and classes == 2:
             with without_autocast(self.mean.device.type):
                 logs = log_logistic_normal(self.mean - self.mean.flip(-1), self.spread.rest)
                 return logs.clamp(min=torch.finfo(logs.dtype).min).log_softmax(-1)
-        if classes == 3:
+        if exact and classes == 3:
             return self._by_rows(_by_lines, self._points(1))[0]
-        return self._by_rows(_by_points, self._points(self.spread.width))[0]
+        if exact:
+            return self._by_rows(_by_points, self._points(self.spread.width))[0]
+        likely = min(max(0, _BEST - self.spread.root.shape[-1]), self.mean.shape[-1])
+        number = (self.n_draws + 1) // 2
+        while number * classes > _MAX_NUMBERS and number >= 2 * _LEAST:
+            number //= 2
+        points = self._points(self.spread.width + likely, number)
+        return self._by_rows(_by_points, points)[0]
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
@@ -142,13 +182,14 @@ class GaussianLogits(NamedTuple):
         rows = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
         return self.mean.flatten(0, -2), LogitCovariance(*rows)
 
-    def _points(self, width: int) -> tuple[Tensor, Tensor]:
-        """`points_of` this width, in the precision and on the device of these logits."""
+    def _points(self, width: int, number: int | None = None) -> tuple[Tensor, Tensor]:
+        """`points_of` this width, in the precision and on the device of these logits; by default `n_draws` of them."""
+        number = self.n_draws if number is None else number
         # also where they are placed already, so that a tracer finds them later
-        points, weights = points_of(width, self.n_draws)
+        points, weights = points_of(width, number)
         if torch.compiler.is_compiling():
             return points.to(self.mean), weights.to(self.mean)
-        return _placed_points(width, self.n_draws, self.mean.dtype, self.mean.device)
+        return _placed_points(width, number, self.mean.dtype, self.mean.device)
 
     def _by_rows(
         self, compute: Callable[..., tuple[Tensor, ...]], points: tuple[Tensor, Tensor]
@@ -184,27 +225,59 @@ def _by_lines(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Te
         slopes = (across * root.roll(-shift, 1)).sum(-1).T.unsqueeze(1)
         return means.roll(-shift, 0) + points * slopes
 
-    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights, 1),)
+    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights),)
 
 
 def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
-    """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
-    logits, own = _at(mean, spread, points), _others_at(mean, spread, points)
-    largest = logits.amax(0)
-    others = _sums_of_others((logits - largest).exp()).clamp(min=torch.finfo(mean.dtype).tiny).log()
-    return (_averaged(own - largest - others, spread.rest, weights, 2),)
-
-
-def _averaged(apart: Tensor, variance: Tensor, weights: Tensor, dim: int) -> Tensor:
-    """Logarithms of probabilities ``(batch, classes)``, from how far each logit is from the others at each point,
-    ``(classes, points, batch)`` or ``(classes, batch, points)``, where `dim` is that of points, and its variance.
+    """See `GaussianLogits.log_probs`; ``(batch, classes)``. In place where autograd has no need of what is overwritten:
+    it is memory that so many numbers cost.
     """
-    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(dim))
+    logits, own = _likely_at(mean, spread, points.T)
+    top, where = logits.detach().max(1, keepdim=True)
+    # the sum over all others, without cancellation where one class has nearly all
+    shares = logits.sub_(top).scatter_(1, where, -math.inf).exp_()
+    below = shares.sum(1, keepdim=True)
+    others = (below + 1 - shares).scatter_(1, where, below).log_()
+    exponent, factor = SigmoidMean(spread.rest.unsqueeze(2)).at(own.sub_(top).sub_(others))
     # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
-    top = exponent.amax(dim, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
+    largest = exponent.detach().amax(2, keepdim=True).clamp(min=torch.finfo(mean.dtype).min)
+    total = (exponent.sub_(largest).exp_() * factor) @ weights
+    logs = largest.squeeze(2) + total.clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (logs.log_softmax(1),)
+
+
+def _likely_at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits at points ``(numbers, points)``, and the mean of what each has by itself, ``(batch, classes, points)``.
+
+    Of many classes the likeliest take the first numbers of a point, which are the most evenly spread; there are so many
+    numbers more than the spread takes.
+    """
+    if spread.given is not None:
+        return _along(mean, spread.root, points), _along(mean, spread.given, points)
+    directions, likely = spread.root.shape[2], len(points) - spread.width
+    own = _along(mean, spread.root, points[:directions])
+    first, others = points[directions:].split([likely, mean.shape[1]])
+    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().unsqueeze(2)
+    logits = torch.addcmul(own, deviations, others)
+    if likely:
+        variance = spread.rest + spread.root.square().sum(2)
+        which = (mean * (1 + math.pi / 8 * variance).rsqrt()).topk(likely).indices.unsqueeze(2)
+        everywhere = which.expand(-1, -1, points.shape[1])
+        chosen = torch.addcmul(own.gather(1, everywhere), deviations.gather(1, which), first)
+        logits = logits.scatter_(1, everywhere, chosen)
+    return logits, own
+
+
+def _averaged(apart: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
+    """Logarithms of probabilities ``(batch, classes)``, from how far each logit is from the others at each point,
+    ``(classes, points, batch)``, and its variance.
+    """
+    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(1))
+    # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
+    top = exponent.amax(1, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
     shares = (exponent - top).exp() * factor
-    total = torch.einsum("csb,s->cb" if dim == 1 else "cbs,s->cb", shares, weights)
-    logs = top.squeeze(dim) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
+    total = torch.einsum("csb,s->cb", shares, weights)
+    logs = top.squeeze(1) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
     return logs.log_softmax(0).T.contiguous()
 
 
@@ -212,49 +285,38 @@ def _entropy_and_variance(
     mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `GaussianLogits.entropy_and_variance`."""
-    logs = _at(mean, spread, points).log_softmax(0)
+    logs = _at(mean, spread, points).log_softmax(1)
     probs = logs.exp()
     average = probs @ weights
     variance = (probs - average.unsqueeze(2)).square() @ weights
-    return _entropy_of(logs, probs, weights), variance.T.contiguous()
+    return _entropy_of(logs, probs, weights), variance
 
 
 def _entropy(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.entropy`."""
-    logs = _at(mean, spread, points).log_softmax(0)
+    logs = _at(mean, spread, points).log_softmax(1)
     return (_entropy_of(logs, logs.exp(), weights),)
 
 
 def _entropy_of(logs: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
     # 0 * -inf would be NaN
-    return -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0) @ weights)
+    return -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(1) @ weights)
 
 
 def _at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
-    """Logits ``(classes, batch, points)``: all operations then run along many points."""
-    directions = spread.root.shape[2]
-    logits = _along(mean, spread.root, points[:, :directions])
+    """Logits ``(batch, classes, points)``: all operations then run along many points."""
+    directions, points = spread.root.shape[2], points.T
+    logits = _along(mean, spread.root, points[:directions])
     if spread.given is not None:
         return logits
-    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().T.unsqueeze(2)
-    return logits + deviations * points[:, directions:].T.unsqueeze(1)
-
-
-def _others_at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
-    """The mean of what each logit has by itself, ``(classes, batch, points)``."""
-    root = spread.root if spread.given is None else spread.given
-    return _along(mean, root, points[:, : root.shape[2]])
+    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().unsqueeze(2)
+    return torch.addcmul(logits, deviations, points[directions:])
 
 
 def _along(mean: Tensor, root: Tensor, points: Tensor) -> Tensor:
-    return mean.T.unsqueeze(2) + root.transpose(0, 1) @ points.T
-
-
-def _sums_of_others(shares: Tensor) -> Tensor:
-    """The sum over all other rows of numbers of which the largest is 1, without cancellation."""
-    ones = (shares == 1).to(shares)
-    lower = shares - ones
-    return (lower.sum(0) - lower).clamp(min=0) + (ones.sum(0) - ones)
+    """Logits ``(batch, classes, points)`` along directions, at points ``(directions, points)``."""
+    means, rows = mean.reshape(-1, 1), root.flatten(0, 1)
+    return torch.addmm(means, rows, points).unflatten(0, mean.shape)
 
 
 def votes(winners: Tensor, classes: int) -> Tensor:
@@ -280,7 +342,7 @@ def smallest(counts: Tensor, draws: int) -> Tensor:
 @lru_cache(maxsize=8)
 def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
     """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
-    where there are `_MANY` times as many points as numbers in one.
+    where there are `_MANY` times as many points as numbers in one; else those of the first `_BEST` numbers are.
 
     One number: 33 points of the trapezoidal rule. Two: 187 of a hexagonal grid, whose weights are the normal density.
     The error of both falls exponentially with the distance of points. More: `normals`, with equal weights. Cached,
@@ -293,11 +355,12 @@ def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
         else:
             points = _grid(*_LINE, plane=False) if width == 1 else _grid(*_PLANE, plane=True)
             weights = (-points.square().sum(1) / 2).softmax(0)
-        if len(points) < _MANY * width:
+        best = width if len(points) >= _MANY * width else _BEST
+        if best > min(width, len(points) // 4):
             return points, weights
-        points = points - weights @ points
-        values, vectors = torch.linalg.eigh(points.T @ (points * weights.unsqueeze(1)))
-        return points @ ((vectors * values.rsqrt()) @ vectors.T), weights
+        first, other = points[:, :best] - weights @ points[:, :best], points[:, best:]
+        values, vectors = torch.linalg.eigh(first.T @ (first * weights.unsqueeze(1)))
+        return torch.cat([first @ ((vectors * values.rsqrt()) @ vectors.T), other], 1), weights
 
 
 def _grid(step: float, radius: float, *, plane: bool) -> Tensor:

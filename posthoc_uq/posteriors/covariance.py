@@ -738,7 +738,7 @@ class Independent(Covariance):
     def variances_of(self, activations: Tensor) -> Tensor:
         """Many rows pass a few at a time."""
         columns = activations.T
-        result = columns.new_empty(self.weights.shape[1], columns.shape[1])
+        result = columns.new_empty(self.square_weights.shape[1], columns.shape[1])
         for part in self._column_parts(columns, columns.shape[0]):
             torch.mm(self.square_weights[0], self._squares(columns[:, part]), out=result[:, part])
         return result.T
@@ -862,11 +862,13 @@ class Kronecker(Independent):
             part = slice(start, start + step)
             rotated = Rows(activations.part(part).project(self.bases[0]))
             parts.append(
-                super()._contracted(
-                    rotated, rotate_output_gradients(gradients[part], self.bases[1]), mode, double, norms
-                )
+                super()._contracted(rotated, self._rotated_outputs(gradients[part]), mode, double, norms)
             )
         return joined(parts)
+
+    def _rotated_outputs(self, gradients: Tensor) -> Tensor:
+        """Output gradients ``(samples, G, functions, m, T)`` in the basis that the weights are independent in."""
+        return rotate_output_gradients(gradients, self.bases[1])
 
     def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
         squares = torch.einsum("rgi,gia->rga", mean, self.bases[0].to(mean)).square()
@@ -890,8 +892,15 @@ class Kronecker(Independent):
 
     def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
         input_basis, output_basis = (basis[0] for basis in self.bases)
-        variances = ((activations @ input_basis).square() @ self.narrow_weights[0].T).unsqueeze(-1)
-        return lambda x: output_basis @ (variances * (output_basis.T @ x))
+        variances = (self.narrow_weights[0] @ (activations @ input_basis).square().T).unsqueeze(-1)
+
+        def product(x: Tensor) -> Tensor:  # one product for all rows
+            columns = x.transpose(0, 1)  # (m, rows, k)
+            turned = (output_basis.T @ columns.flatten(1)).unflatten(1, columns.shape[1:])
+            found = output_basis @ (variances * turned).flatten(1)
+            return found.unflatten(1, columns.shape[1:]).transpose(0, 1)
+
+        return product
 
 
 class DenseRows(Covariance):
