@@ -12,6 +12,7 @@ from torch import Tensor
 from posthoc_uq.layers import Layer, Rows
 from posthoc_uq.posteriors import (
     Covariance,
+    InformationBlock,
     LayerRows,
     MeanFieldBlock,
     Mode,
@@ -145,6 +146,32 @@ def test_contractions_of_jacobians(case: str, groups: int, positions: int, mode:
         sums = covariance.against_prior([layer], rows, {"layer": 3.0}, False)
         torch.testing.assert_close(sums[0], expected[mode].sum(1), **CLOSE)
         torch.testing.assert_close(sums[1], 3 * jacobian.square().sum((1, 2)), **CLOSE)
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])
+def test_a_low_rank_of_any_size_in_float32(positions: int) -> None:
+    """Eigenvalues from those that leave 1e-5 of a variance to those that change no digit of it, which are left out."""
+    outputs, inputs = 6, 7
+    bases = [torch.linalg.qr(normals(1, size, 5, seed=size)).Q for size in (inputs, outputs)]
+    eigenvalues = torch.logspace(5, -16, 25, dtype=DOUBLE).reshape(1, 5, 5)
+    vectors = torch.einsum("oq,ip->oiqp", bases[1][0], bases[0][0])
+    low_rank = (vectors.square() * eigenvalues[0]).sum((2, 3))
+    exact = InformationBlock(bases[0], bases[1], eigenvalues, low_rank.unsqueeze(0) * 1.1, "rescale")
+    tensors = (tensor.float() for tensor in exact.tensors().values())
+    block = InformationBlock(*tensors, correction="rescale")
+    sigma = torch.linalg.inv(exact.dense(2.0)[0] + 0.5 * torch.eye(outputs * inputs, dtype=DOUBLE))
+    activations, gradients = normals(9, 1, positions, inputs), normals(9, 1, 2, outputs, positions, seed=1)
+    jacobian = torch.einsum("sgkot,sgti->skgoi", gradients, activations).flatten(2)
+    layer = Layer("layer", "linear", "w", None, 1, outputs, inputs, (outputs, inputs))
+    covariance = block.covariance(PrecisionSettings(2.0, 0.5)).prepared(
+        torch.float32, torch.device("cpu"), 2**20
+    )
+    rows = {"layer": LayerRows(Rows(activations.float()), gradients.float())}
+    (found,) = precise_values([covariance.contract([layer], rows, "covariance")])
+    expected = jacobian @ sigma @ jacobian.mT
+    scale = expected.diagonal(dim1=1, dim2=2).sqrt()
+    relative = (found - expected) / (scale.unsqueeze(2) * scale.unsqueeze(1))
+    assert relative.abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("groups", [1, 2])

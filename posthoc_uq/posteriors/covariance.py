@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +21,15 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, on_device, on_host
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import TOUCH_COST, OneHotRows, Operand, Rows, chunks, rotate_output_gradients
+from posthoc_uq.layers.operands import (
+    MAX_CACHED_BYTES,
+    TOUCH_COST,
+    OneHotRows,
+    Operand,
+    Rows,
+    chunks,
+    rotate_output_gradients,
+)
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
@@ -40,41 +48,11 @@ def gram(rows: Tensor, mode: Mode) -> Tensor:
     return products[0] if mode == "joint" else products
 
 
-def weighted_gram(activations: Tensor, gradients: Tensor, weights: Tensor, mode: Mode, limit: int) -> Tensor:
-    """``sum_oi J_oi w_oi J'_oi`` of ``J = sum_t g_t a_t^T``, in the shapes of `gram`.
-
-    Args:
-        activations: ``(samples, G, T, n)``.
-        gradients: ``(samples, G, functions, T, m)``.
-        weights: ``w``, ``(G, m, n)``.
-        mode: ``"joint"`` is for one position only.
-        limit: bytes for the products of pairs of activations.
-    """
-    if mode == "joint":
-        return _weighted_jointly(activations[:, :, 0], gradients[:, :, :, 0], weights, limit)
-    if activations.shape[2] == 1:
-        spread = torch.einsum("sgti,goi->sgto", activations.square(), weights).unsqueeze(2)
-        weighted = gradients * spread
-    else:
-        positions = activations.shape[2]
-        numbers = positions * activations[0].numel() * activations.element_size()
-        step = max(1, limit // max(1, numbers))
-        parts: list[Tensor] = []
-        for part_activations, part_gradients in zip(
-            activations.split(step), gradients.split(step), strict=True
-        ):
-            pairs = (part_activations.unsqueeze(2) * part_activations.unsqueeze(3)).flatten(2, 3)
-            spread = torch.matmul(pairs, weights.transpose(-1, -2))
-            spread = spread.reshape(*part_activations.shape[:2], positions, positions, -1)
-            parts.append(torch.einsum("sgkto,sgtuo->sgkuo", part_gradients, spread))
-        weighted = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if mode == "variance":
-        return (gradients * weighted).sum((1, 3, 4))
-    return torch.matmul(weighted.flatten(3), gradients.flatten(3).transpose(-1, -2)).sum(1)
-
-
 def _weighted_jointly(activations: Tensor, gradients: Tensor, weights: Tensor, limit: int) -> Tensor:
-    """`weighted_gram` of all samples: activations ``(samples, G, n)``, gradients ``(samples, G, functions, m)``."""
+    """``sum_oi J_oi w_oi J'_oi`` of ``J = g a^T`` between all samples and functions, for activations
+    ``(samples, G, n)``, gradients ``(samples, G, functions, m)`` and weights ``(G, m, n)``; `limit` is bytes for the
+    products of pairs.
+    """
     samples, _, functions, _ = gradients.shape
     products = gradients.new_zeros(samples, functions, samples, functions)
     step = max(1, limit // max(1, samples * weights[:, 0].numel() * weights.element_size()))
@@ -92,8 +70,6 @@ def _weighted_jointly(activations: Tensor, gradients: Tensor, weights: Tensor, l
 
 MIN_SHARE = 1e-2
 """Share of the diagonal's part that must be left: below it float32 has lost too many digits."""
-
-_MIN_REPEATED = 1000  # of more samples, all are repeated where a quarter is imprecise
 
 
 class Contracted(NamedTuple):
@@ -115,40 +91,44 @@ class Checked(NamedTuple):
 
     Attributes:
         value: in the shapes of `gram`, in float64.
-        imprecise: which samples these are, booleans ``(samples,)``; None where no sample is.
-        repeat: computes a slice of the samples again, in float64.
+        diagonal: the variances that the diagonal part of Sigma gives alone, ``(samples, functions)``, from which others
+            were subtracted; None where nothing was.
+        repeat: computes some samples again, in float64: a slice, or their indices.
     """
 
     value: Tensor
-    imprecise: Tensor | None
-    repeat: Callable[[slice], Tensor]
+    diagonal: Tensor | None
+    repeat: Callable[[slice | Tensor], Tensor]
+
+
+def variances_in(value: Tensor) -> Tensor:
+    """The variances in a value in the shapes of `gram`, but ``"joint"``."""
+    return value if value.ndim == 2 else value.diagonal(dim1=1, dim2=2)
 
 
 def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
-    """The values of several layers, with imprecise samples computed again; the device is waited for once."""
-    flags = iter(on_host(*(layer.imprecise for layer in layers if layer.imprecise is not None)))
+    """The values of several layers whose sum is asked for, with imprecise samples computed again; the device is waited
+    for once. A sample is imprecise in a layer where less is left of the sum than `MIN_SHARE` of what the layer's
+    diagonal part gave.
+    """
+    doubtful = [(layer.value, layer.diagonal) for layer in layers if layer.diagonal is not None]
+    if not doubtful:
+        return [layer.value for layer in layers]
+    total, *others = (variances_in(layer.value) for layer in layers)
+    for other in others:
+        total = total.to(other.device) + other
+    flags = iter(on_host(*((total < MIN_SHARE * whole).any(dim=1) for _, whole in doubtful)))
     values: list[Tensor] = []
-    for value, imprecise, repeat in layers:
-        which: list[int] = [] if imprecise is None else next(flags).nonzero().flatten().tolist()
-        if imprecise is not None and (
-            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MIN_REPEATED
-        ):
-            value = repeat(slice(0, len(imprecise)))
-        else:
-            for part in _runs(which):
-                value[part] = repeat(part)
+    for value, diagonal, repeat in layers:
+        if diagonal is not None:
+            which = next(flags).nonzero().flatten()
+            if len(which) == len(value):
+                value = repeat(slice(0, len(value)))
+            elif len(which):
+                which = which.to(value.device)
+                value[which] = repeat(which)
         values.append(value)
     return values
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[slice]:
-    """Increasing whole numbers as slices of those that follow each other."""
-    start: int | None = None
-    for place, number in enumerate(numbers):
-        start = number if start is None else start
-        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
-            yield slice(start, number + 1)
-            start = None
 
 
 def precise(value: Tensor) -> Checked:
@@ -494,6 +474,26 @@ class _LayerOfBlock(Covariance):
 # * more positions (weight sharing): ``J`` is formed for a few rows of a few samples at a time and summed away. Bases
 #   turn the activations and output gradients beforehand, not ``J``.
 
+_FEWEST_ROWS = 256  # of a product with all weights, if memory allows
+_FEW_OUTPUTS = 16  # of a layer, below which pairs of positions are formed in both orders
+
+
+class _Ways(NamedTuple):
+    """How a contraction goes.
+
+    Attributes:
+        by_pairs: the diagonal's part from pairs of positions; otherwise from J.
+        by_positions: the low rank's part from every position; otherwise from J.
+        of_sample: numbers of the largest temporary of a sample that has no outputs.
+        of_outputs: the same that has.
+    """
+
+    by_pairs: bool
+    by_positions: bool
+    of_sample: int
+    of_outputs: int
+
+
 _CACHE_BYTES = (
     2**20
 )  # of the products of many rows that are computed at once: they stay in a processor's cache
@@ -567,6 +567,10 @@ class Independent(Covariance):
         least, most = (float(extreme) for extreme in self.weights.aminmax())
         return most if least == most else None
 
+    def core_width(self, double: bool) -> int:
+        """How many input directions a contraction takes of the low rank."""
+        return 0
+
     def weight_rows(self, rows: slice, double: bool) -> Tensor:
         """``w`` of some rows, ``(G, rows, n)``."""
         return as_double(self.weights[:, rows]) if double else self.narrow_weights[:, rows]
@@ -580,7 +584,7 @@ class Independent(Covariance):
     def contract(self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], mode: Mode) -> Checked:
         ((activations, gradients),) = rows.values()
 
-        def work(part: slice, double: bool) -> Contracted:
+        def work(part: slice | Tensor, double: bool) -> Contracted:
             return self._contracted(activations.part(part), gradients[part], mode, double, False)
 
         return self._checked(work, gradients.shape[0], mode)
@@ -593,7 +597,9 @@ class Independent(Covariance):
         assert found.norms is not None
         return found.value.sum(1), as_double(found.norms).sum(1) * prior.get(name, 0.0)
 
-    def _checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
+    def _checked(
+        self, work: Callable[[slice | Tensor, bool], Contracted], samples: int, mode: Mode
+    ) -> Checked:
         """All samples' contraction; `work` contracts a slice of them, in float64 if its second argument is true."""
         return precise(work(slice(0, samples), False).value)
 
@@ -603,9 +609,7 @@ class Independent(Covariance):
         """In shapes of `gram`, with the squared norms of J if `norms`."""
         if isinstance(activations, OneHotRows) and type(self) is DiagonalPrecision:
             return self._of_places(activations, gradients, mode, double, norms)
-        if self._pairs_are_cheaper(activations.positions, gradients.shape[2], mode):
-            return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
-        return self._by_jacobian(activations, gradients, mode, double, norms)
+        return self._in_parts(activations, gradients, mode, double, norms)
 
     def _of_places(
         self, activations: OneHotRows, gradients: Tensor, mode: Mode, double: bool, norms: bool
@@ -624,14 +628,38 @@ class Independent(Covariance):
             found.append(own._contracted(rows, gradients[part], mode, double, norms))
         return joined(found)
 
-    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode) -> bool:
-        """Whether pairs of positions cost less than forming J, in multiply-adds per weight and sample."""
-        width = self.width
+    def _ways(self, shape: Sequence[int], mode: Mode, double: bool) -> _Ways:
+        """The cheaper way to each of both terms, in multiply-adds per weight and sample.
+
+        Args:
+            shape: of the gradients, ``(samples, G, functions, m, T)``.
+            mode: see `gram`.
+            double: whether in float64.
+        """
+        _, groups, functions, outputs, positions = shape
+        inputs, width = self.weights.shape[2], self.core_width(double)
         if positions == 1 or mode == "joint":
-            return positions == 1
-        pairs = positions * (positions + 1) / 2 + positions * width
-        pairs += positions * width * functions * TOUCH_COST / self.weights.shape[2]
-        return pairs < functions * (positions + width + TOUCH_COST)
+            one = positions == 1
+            of_output = width if one else functions * inputs
+            return _Ways(one, one, groups * width * inputs, groups * outputs * of_output)
+        formed = functions * (positions + TOUCH_COST)
+        squares, cores = functions * TOUCH_COST, functions * (TOUCH_COST + width) * (width > 0)
+        # two numbers are touched for each pair of positions, of the products of activations and of those with w
+        pairs = positions * (positions + 1) / 2 * (1 + TOUCH_COST / 2 * (1 / outputs + 1 / inputs))
+        placed = positions * width * (1 + TOUCH_COST / 4 * (1 / outputs + 1 / inputs))
+        costs = {
+            (True, True): pairs + placed,
+            (True, False): pairs + formed + cores,
+            (False, True): formed + squares + placed,
+            (False, False): formed + squares + cores,
+        }
+        by_pairs, by_positions = min(costs, key=lambda each: costs[each])
+        if not width:
+            by_positions = by_pairs
+        fixed = max(positions**2 * by_pairs, positions * width * by_positions) * inputs
+        columns = [positions**2 * by_pairs, positions * width * by_positions]
+        columns.append(functions * inputs * (not (by_pairs and by_positions)))
+        return _Ways(by_pairs, by_positions, groups * fixed, groups * outputs * max(columns))
 
     def _row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
         """Slices of the layer's rows, so small that `numbers` numbers of `item` bytes a row stay within the limit."""
@@ -640,61 +668,101 @@ class Independent(Covariance):
         for start in range(0, outputs, step):
             yield slice(start, min(outputs, start + step))
 
-    def _by_jacobian(
+    def _in_parts(
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
-        """For weights shared by many positions: J in chunks of samples (all at once for ``"joint"``) and of rows."""
-        samples, groups, functions, outputs, _ = gradients.shape
-        inputs = self.weights.shape[2]
+        """A few samples at a time, so that what is made of them stays in a processor's cache; all at once for
+        ``"joint"``.
+        """
+        samples = len(gradients)
+        ways = self._ways(gradients.shape, mode, double)
         item = 8 if double else gradients.element_size()
-        numbers = groups * functions * inputs
-        step = samples if mode == "joint" else max(1, self.limit // max(1, numbers * outputs * item))
+        step = samples
+        if mode != "joint":
+            limit = min(self.limit, MAX_CACHED_BYTES) if gradients.device.type == "cpu" else self.limit
+            step = max(1, limit // max(1, max(ways.of_sample, ways.of_outputs) * item))
+            # of few rows most of a product's time goes to reading the weights
+            fewest = -(-_FEWEST_ROWS * self.weights.shape[2] // max(1, ways.of_sample))
+            step = max(step, min(fewest, self.limit // max(1, ways.of_sample * item)))
+        weights: Tensor | None = None
+        if ways.by_positions and self.weights.numel() * item <= self.limit:
+            weights = self._core_weights(slice(None), double)  # once for all parts
         parts: list[Contracted] = []
         for start in range(0, samples, step):
             part = slice(start, min(samples, start + step))
-            part_activations, part_gradients = activations.part(part), gradients[part]
-            diagonal: Tensor | None = None
-            cores: Tensor | None = None
-            lengths: Tensor | None = None
-            for rows in self._row_chunks((part.stop - start) * numbers, item):
-                jacobian = _jacobian(part_activations, part_gradients[:, :, :, rows], self.limit)
-                jacobian = as_double(jacobian) if double else jacobian
-                row_lengths = gram(jacobian.transpose(1, 2).flatten(2), "variance") if norms else None
-                lengths = row_lengths if lengths is None or row_lengths is None else lengths + row_lengths
-                if row_lengths is not None and self.equal_weight is not None:
-                    squares = row_lengths * self.equal_weight
-                    core = self._core_of_jacobian(jacobian, rows, double, scaled=False)
-                else:
-                    jacobian.mul_(self.root_weight_rows(rows, double).unsqueeze(1))
-                    squares = gram(jacobian.transpose(1, 2).flatten(2), mode)
-                    core = self._core_of_jacobian(jacobian, rows, double, scaled=True)
-                diagonal = squares if diagonal is None else diagonal + squares
-                cores = core if cores is None or core is None else cores + core
-            assert diagonal is not None
-            parts.append(self._less_low_rank(diagonal, cores, mode, lengths))
+            parts.append(
+                self._of_part(activations.part(part), gradients[part], mode, double, norms, ways, weights)
+            )
         return joined(parts)
 
-    def _by_pairs_of_positions(
-        self, activations: Tensor, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    def _of_part(
+        self,
+        activations: Operand,
+        gradients: Tensor,
+        mode: Mode,
+        double: bool,
+        norms: bool,
+        ways: _Ways,
+        core_weights: Tensor | None,
     ) -> Contracted:
-        """Without J, from activations ``(samples, G, T, n)``; ``"joint"`` is for one position only."""
-        if double:
-            activations, gradients = as_double(activations), as_double(gradients)
-        lengths = _squared_norms(activations, gradients) if norms else None
-        by_norms = None if lengths is None or self.equal_weight is None else lengths * self.equal_weight
-        diagonal: Tensor | None = by_norms
+        """Both terms of some samples; each row of J is formed, where it is, once for both."""
+        inputs: Tensor | None = None
+        if ways.by_pairs or ways.by_positions:
+            inputs = activations.rows().transpose(0, 1).contiguous()  # (G, samples, T, n)
+            activations = Rows(inputs.transpose(0, 1))
+            inputs = as_double(inputs) if double else inputs
+        wide = as_double(gradients) if double else gradients
+        lengths: Tensor | None = None
+        if norms and inputs is not None:
+            lengths = _squared_norms(inputs.transpose(0, 1), wide)
+        pairs = _pair_products(inputs, wide.shape[3]) if ways.by_pairs and mode != "joint" else None
+        diagonal: Tensor | None = None
         cores: Tensor | None = None
-        numbers = self.weights.shape[0] * self.weights.shape[2] if double else 0
-        for rows in self._row_chunks(numbers, 8):
-            row_gradients = gradients[:, :, :, rows].transpose(-1, -2)  # (samples, G, functions, T, rows)
-            if by_norms is None:
+        item, outputs = wide.element_size(), gradients.shape[3]
+        for rows in self._row_chunks(len(gradients) * ways.of_outputs // outputs, item):
+            own = wide[:, :, :, rows]
+            by_output = own.permute(1, 3, 0, 2, 4).contiguous()  # (G, rows, samples, functions, T)
+            jacobian: Tensor | None = None
+            row_lengths: Tensor | None = None
+            if not (ways.by_pairs and ways.by_positions):
+                jacobian = _jacobian(activations, gradients[:, :, :, rows], self.limit)
+                jacobian = as_double(jacobian) if double else jacobian
+                if norms and inputs is None:
+                    row_lengths = gram(jacobian.transpose(1, 2).flatten(2), "variance")
+                    lengths = row_lengths if lengths is None else lengths + row_lengths
+            scaled = False
+            if norms and self.equal_weight is not None:
+                squares = None  # from the norms, below
+            elif not ways.by_pairs:
+                assert jacobian is not None
+                jacobian.mul_(self.root_weight_rows(rows, double).unsqueeze(1))
+                squares, scaled = gram(jacobian.transpose(1, 2).flatten(2), mode), True
+            elif mode == "joint":
+                assert inputs is not None
                 weights = self.weight_rows(rows, double)
-                squares = weighted_gram(activations, row_gradients, weights, mode, self.limit)
+                squares = _weighted_jointly(
+                    inputs[:, :, 0].transpose(0, 1), own.transpose(3, 4)[:, :, :, 0], weights, self.limit
+                )
+            else:
+                assert pairs is not None
+                squares = _by_pairs(pairs, by_output, self.weight_rows(rows, double), mode)
+            if squares is not None:
                 diagonal = squares if diagonal is None else diagonal + squares
-            core = self._core_of_positions(activations, row_gradients, rows, double)
+            if ways.by_positions:
+                assert inputs is not None
+                own_weights = (
+                    self._core_weights(rows, double) if core_weights is None else core_weights[:, rows]
+                )
+                core = self._core_of_positions(inputs, by_output, own_weights, rows, double)
+            else:
+                assert jacobian is not None
+                core = self._core_of_jacobian(jacobian, rows, double, scaled)
             cores = core if cores is None or core is None else cores + core
+        if norms and self.equal_weight is not None:
+            assert lengths is not None
+            diagonal = lengths * self.equal_weight
         assert diagonal is not None
-        return self._less_low_rank(diagonal, cores, mode, lengths)
+        return self._less_low_rank(diagonal, cores, mode, double, lengths)
 
     # A low rank that is subtracted, if there is one
 
@@ -702,14 +770,20 @@ class Independent(Covariance):
         """The low rank's part of some rows of J, which is overwritten; J is multiplied by ``sqrt w`` if `scaled`."""
         return None
 
+    def _core_weights(self, rows: slice, double: bool) -> Tensor:
+        """What the rows of J are multiplied with, number by number, for the low rank's part, ``(G, rows, n)``."""
+        return self.weight_rows(rows, double)
+
     def _core_of_positions(
-        self, activations: Tensor, gradients: Tensor, rows: slice, double: bool
+        self, activations: Tensor, gradients: Tensor, weights: Tensor, rows: slice, double: bool
     ) -> Tensor | None:
-        """The same of activations ``(samples, G, T, n)`` and gradients ``(samples, G, functions, T, rows)``."""
+        """The same of activations ``(G, samples, T, n)`` and gradients ``(G, rows, samples, functions, T)``, with
+        `weights` from `_core_weights`.
+        """
         return None
 
     def _less_low_rank(
-        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
+        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, double: bool, norms: Tensor | None
     ) -> Contracted:
         """The diagonal's part, in shapes of `gram`, less that of the low rank; `norms` become part of the result."""
         wide = as_double(diagonal)
@@ -755,6 +829,60 @@ class Independent(Covariance):
     def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
         diagonal = (activations.square() @ self.narrow_weights[0].T).unsqueeze(-1)
         return lambda x: diagonal * x
+
+
+def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
+    """Products of the activations ``(G, samples, T, n)`` at two positions, ``(G, samples, pairs, n)``: of all
+    ``T (T + 1) / 2`` pairs, or, of a layer of few outputs, whose products with them cost less than to choose, of both
+    orders.
+    """
+    assert inputs is not None
+    positions = inputs.shape[2]
+    if positions == 1:
+        return inputs.square()
+    if outputs < _FEW_OUTPUTS:
+        return (inputs.unsqueeze(2) * inputs.unsqueeze(3)).flatten(2, 3)
+    first, second, _ = _pairs_of(positions, inputs.device)
+    return inputs.index_select(2, first).mul_(inputs.index_select(2, second))
+
+
+@lru_cache(maxsize=64)
+def _pairs_of(positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The first and the second of all pairs of positions, and the place among them of every pair in both orders,
+    ``(positions**2,)``.
+    """
+    first, second = torch.triu_indices(positions, positions, device=device)
+    places = torch.empty(positions, positions, dtype=torch.long, device=device)
+    numbers = torch.arange(len(first), device=device)
+    places[first, second], places[second, first] = numbers, numbers
+    return first, second, places.flatten()
+
+
+def _by_pairs(pairs: Tensor, gradients: Tensor, weights: Tensor, mode: Mode) -> Tensor:
+    """``sum_o sum_tu g_cto g_duo (sum_i w_oi a_ti a_ui)``, in the shapes of `gram`.
+
+    Args:
+        pairs: from `_pair_products`.
+        gradients: ``(G, m, samples, functions, T)``.
+        weights: ``w``, ``(G, m, n)``.
+        mode: ``"variance"`` or ``"covariance"``.
+    """
+    groups, outputs, samples, functions, positions = gradients.shape
+    spread = torch.bmm(weights, pairs.flatten(1, 2).transpose(1, 2))  # (G, m, samples * pairs)
+    if positions == 1:
+        weighted = gradients * spread.view(groups, outputs, samples, 1, 1)
+    else:
+        spread = spread.view(groups * outputs * samples, -1)
+        if spread.shape[1] < positions**2:
+            spread = spread.index_select(1, _pairs_of(positions, spread.device)[2])
+        flat = gradients.view(-1, functions, positions)
+        weighted = torch.bmm(flat, spread.view(-1, positions, positions)).view(gradients.shape)
+    if mode == "variance":
+        return (gradients * weighted).sum((0, 1, 4))
+    left, right = (
+        each.permute(2, 3, 0, 1, 4).reshape(samples, functions, -1) for each in (weighted, gradients)
+    )
+    return torch.bmm(left, right.transpose(1, 2))
 
 
 def _squared_norms(activations: Tensor, gradients: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from posthoc_uq.posteriors.covariance import (
     joined_rows,
     precise,
     precise_values,
+    variances_in,
 )
 
 Correction = Literal["rescale", "clamp", "none"]
@@ -59,6 +60,26 @@ _MAX_NUMBERS = 2**24  # ... they have at most so many numbers
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 _CHUNK = 2**20  # numbers in a temporary of a contraction
 _SOLVED_ROWS = 256  # in one step of `_solved_plus_one`
+
+
+class _Narrow(NamedTuple):
+    """What a contraction in the activations' precision takes of the low rank.
+
+    Attributes:
+        inputs: ``U_a^T``, ``(G, a, n)``.
+        outputs: ``U_g^T``, ``(G, g, m)``.
+        kept: places of the entries in the grid of these directions, or None for all.
+        root: ``R`` of these entries.
+        roots: ``D`` of them, ``(G, L)``.
+        product: ``(R^-1 D)^T`` of a layer of one group, where a product with it is faster than a solve.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    kept: Tensor | None
+    root: Tensor
+    roots: Tensor
+    product: Tensor | None
 
 
 class LowRankDiagonal(Independent):
@@ -244,12 +265,42 @@ class LowRankDiagonal(Independent):
         return weights, self._scaled(weights)
 
     @cached_property
-    def narrow_reduction(self) -> Tensor:
-        """``R^-1 D`` in the activations' precision, ``(G, L, L)``. A product with it has the error bound of a solve in
-        this precision.
+    def narrow(self) -> _Narrow:
+        """For contractions in the activations' precision.
+
+        Without some of its entries the low rank gives a larger covariance, but every variance by at most the share
+        ``scale lambda max(s^2 w)`` with the largest eigenvalue that is left out. Those that change no digit of that
+        precision are.
         """
-        columns = torch.diag_embed(as_double(self._roots).flatten(1)).to(self._root)
-        return torch.linalg.solve_triangular(self._root, columns, upper=False).to(self.dtype)
+        groups = self._roots.shape[0]
+        largest = as_double(self._scaled(self._scaled(self.weights))).amax()
+        kept = as_double(self._roots).square() * largest > 2 * torch.finfo(self.dtype).eps
+        root, roots, places = self._root, as_double(self._roots).to(self._root), None
+        inputs, outputs = self._input_basis.transpose(1, 2), self._output_basis.transpose(1, 2)
+        if groups == 1 and not bool(kept.all()):
+            of_inputs, of_outputs = kept[0].any(0), kept[0].any(1)
+            whole = kept.flatten().nonzero().flatten().to(root.device)
+            places = kept[0][of_outputs][:, of_inputs].flatten().nonzero().flatten().to(self.device)
+            inputs, outputs = (
+                inputs[:, of_inputs.to(inputs.device)],
+                outputs[:, of_outputs.to(outputs.device)],
+            )
+            own = root[0, whole]
+            root, roots = cholesky(own @ own.T).unsqueeze(0), roots.flatten()[whole].unsqueeze(0)
+            places = None if len(places) == inputs.shape[1] * outputs.shape[1] else places
+        roots = roots.flatten(1)
+        product = None
+        # a product has the error bound of a solve in this precision; D scales the rows of R
+        if groups == 1 and root.shape[-1] <= _MAX_PRODUCT:
+            columns = torch.diag_embed(roots)
+            product = torch.linalg.solve_triangular(root, columns, upper=False)[0].T
+        narrow = [
+            tensor.to(self.device, self.dtype).contiguous()
+            for tensor in (inputs, outputs, *((root, roots) if product is None else (product,)))
+        ]
+        if product is None:
+            return _Narrow(narrow[0], narrow[1], places, narrow[2], narrow[3], None)
+        return _Narrow(narrow[0], narrow[1], places, root, roots, narrow[2])
 
     @cached_property
     def wide_reduction(self) -> Tensor:
@@ -260,11 +311,6 @@ class LowRankDiagonal(Independent):
         if self.width:
             _ = self.wide_reduction
         return super().traceable(shape)
-
-    @cached_property
-    def narrow_root(self) -> Tensor:
-        """``R`` in the activations' precision."""
-        return self._root.to(self.dtype)
 
     @cached_property
     def wide_rows(self) -> tuple[Tensor, Tensor]:
@@ -313,40 +359,71 @@ class LowRankDiagonal(Independent):
 
     whiten = Covariance.whiten
 
-    def _checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
+    def _checked(
+        self, work: Callable[[slice | Tensor, bool], Contracted], samples: int, mode: Mode
+    ) -> Checked:
         everything = slice(0, samples)
         if not self.width or self.dtype == torch.float64:
             return precise(work(everything, False).value)
         if mode == "joint":
             return precise(work(everything, True).value)
         value, diagonal, _ = work(everything, False)
-        if mode == "covariance":
-            left, whole = (t.diagonal(dim1=1, dim2=2) for t in (value, diagonal))
-        else:
-            left, whole = value, diagonal
-        return Checked(value, (left < MIN_SHARE * whole).any(dim=1), lambda part: work(part, True).value)
+        whole = variances_in(diagonal)
+        # known at once where that makes no device wait: then nothing is kept for a repetition
+        if value.device.type == "cpu" and not bool((variances_in(value) < MIN_SHARE * whole).any()):
+            return precise(value)
+        return Checked(value, whole, lambda part: work(part, True).value)
+
+    def core_width(self, double: bool) -> int:
+        if not self.width:
+            return 0
+        return self.width if double else self.narrow.inputs.shape[1]
+
+    def _bases(self, double: bool) -> tuple[Tensor, Tensor]:
+        """``U_a^T`` and ``U_g^T``, ``(G, a, n)`` and ``(G, g, m)``, of the directions that a contraction takes."""
+        if not double:
+            return self.narrow.inputs, self.narrow.outputs
+        inputs, outputs = (
+            as_double(basis).transpose(1, 2) for basis in (self._input_basis, self._output_basis)
+        )
+        return inputs.contiguous(), outputs.contiguous()
 
     def _core_of_jacobian(self, jacobian: Tensor, rows: slice, double: bool, scaled: bool) -> Tensor | None:
-        if not self.width:
+        if not self.core_width(double):
             return None
-        input_basis, output_basis = self._input_basis.to(jacobian), self._output_basis.to(jacobian)
+        inputs, outputs = self._bases(double)
         weights = self.root_weight_rows(rows, double) if scaled else self.weight_rows(rows, double)
         jacobian.mul_(self._scaled(weights, rows).unsqueeze(1))
         flat = jacobian.flatten(2, 3)
         if flat.shape[1] == 1:
-            inner = flat.reshape(-1, flat.shape[-1]) @ input_basis[0]
+            inner = flat.reshape(-1, flat.shape[-1]) @ inputs[0].T
         else:
-            inner = torch.matmul(flat, input_basis)
+            inner = torch.matmul(flat, inputs.transpose(1, 2))
         inner = inner.reshape(*jacobian.shape[:4], -1)
-        return torch.matmul(output_basis[:, rows].transpose(-1, -2).unsqueeze(1), inner)
+        return torch.matmul(outputs[:, :, rows].unsqueeze(1), inner)
+
+    def _core_weights(self, rows: slice, double: bool) -> Tensor:
+        return self._scaled(self.weight_rows(rows, double), rows)
 
     def _core_of_positions(
-        self, activations: Tensor, gradients: Tensor, rows: slice, double: bool
+        self, activations: Tensor, gradients: Tensor, weights: Tensor, rows: slice, double: bool
     ) -> Tensor | None:
-        if not self.width:
+        # h_to = U_a^T diag(s w)_o a_t for all rows o at once, then U_g^T sum_t g_cto h_to
+        width = self.core_width(double)
+        if not width:
             return None
-        shrunk = self._scaled(self.weight_rows(rows, double), rows)
-        return self._cores(self._directions(activations, shrunk), gradients, rows)
+        inputs, outputs = self._bases(double)
+        groups, height, samples, functions, positions = gradients.shape
+        spread = activations.unsqueeze(3) * inputs[:, None, None]  # (G, samples, T, a, n)
+        directions = torch.bmm(weights, spread.flatten(1, 3).transpose(1, 2))  # (G, rows, samples * T * a)
+        if positions == 1:
+            pulled = gradients * directions.view(groups, height, samples, 1, width)
+        else:
+            pulled = torch.bmm(
+                gradients.view(-1, functions, positions), directions.view(-1, positions, width)
+            )
+        cores = torch.bmm(outputs[:, :, rows], pulled.view(groups, height, -1))
+        return cores.view(groups, -1, samples, functions, width).permute(2, 0, 3, 1, 4)
 
     def _directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
         """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``: ``(samples, G, T, a, rows)``
@@ -368,48 +445,34 @@ class LowRankDiagonal(Independent):
                 result.append(torch.matmul(spread.flatten(2, 3), columns).reshape(*spread.shape[:4], -1))
         return torch.cat(result) if len(result) > 1 else result[0]
 
-    def _cores(self, directions: Tensor, gradients: Tensor, rows: slice) -> Tensor:
-        """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, over some rows ``o``."""
-        basis = self._output_basis[:, rows].to(gradients)
-        samples, groups, functions, positions, _ = gradients.shape
-        width = directions.shape[3]
-        numbers = functions * width * gradients[0, :, 0, 0].numel() * gradients.element_size()
-        step = max(1, self.limit // max(1, numbers))
-        result = gradients.new_empty(samples, groups, functions, width, basis.shape[-1])
-        for start in range(0, samples, step):
-            part_directions, part_gradients = (
-                directions[start : start + step],
-                gradients[start : start + step],
-            )
-            total = part_gradients[:, :, :, 0].unsqueeze(3) * part_directions[:, :, 0].unsqueeze(2)
-            for t in range(1, positions):
-                total.addcmul_(part_gradients[:, :, :, t].unsqueeze(3), part_directions[:, :, t].unsqueeze(2))
-            if groups == 1:
-                result[start : start + step] = (total.flatten(0, 3) @ basis[0]).reshape(*total.shape[:4], -1)
-            else:
-                result[start : start + step] = torch.matmul(total, basis.unsqueeze(1))
-        return result.transpose(3, 4)
-
     def _less_low_rank(
-        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
+        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, double: bool, norms: Tensor | None
     ) -> Contracted:
         if cores is None:
-            return super()._less_low_rank(diagonal, cores, mode, norms)
+            return super()._less_low_rank(diagonal, cores, mode, double, norms)
         wide = as_double(diagonal)
-        return Contracted(wide - gram(self._reduced(cores), mode).to(wide), wide, norms)
+        return Contracted(wide - gram(self._reduced(cores, double), mode).to(wide), wide, norms)
 
-    def _reduced(self, cores: Tensor) -> Tensor:
-        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in the cores' precision: by a product where that is
-        faster. D scales the rows of R, and a triangular solve is not less accurate for that.
+    def _reduced(self, cores: Tensor, wide: bool) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64 of all directions if `wide`, or of those of
+        `narrow`. D scales the rows of R, and a triangular solve is not less accurate for that.
         """
         samples, groups, functions = cores.shape[:3]
-        wide = cores.dtype == torch.float64
-        if not wide and groups == 1 and self._root.shape[-1] <= _MAX_PRODUCT:
-            rows = cores.reshape(samples * functions, -1)
-            return (rows @ self.narrow_reduction[0].T.to(rows)).reshape(samples, functions, -1)
-        root = self._root if wide else self.narrow_root
-        scaled = cores.to(root) * self._roots.to(root).unsqueeze(1)
-        columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
+        rows = cores.flatten(3)  # (samples, G, functions, L)
+        if wide:
+            root, roots = self._root, as_double(self._roots).to(self._root).flatten(1)
+        else:
+            root, roots, kept, product = (
+                self.narrow.root,
+                self.narrow.roots,
+                self.narrow.kept,
+                self.narrow.product,
+            )
+            rows = rows if kept is None else rows.index_select(3, kept)
+            if product is not None:
+                return (rows.reshape(samples * functions, -1) @ product).reshape(samples, functions, -1)
+        scaled = rows.to(root) * roots.unsqueeze(1)
+        columns = scaled.permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
         solved = torch.linalg.solve_triangular(root, columns, upper=False)
         return solved.reshape(groups, -1, samples, functions).permute(2, 3, 0, 1).flatten(2)
 
@@ -441,7 +504,7 @@ class LowRankDiagonal(Independent):
             return self._of_many(activations.T).T
 
         def of_rows(rows: Tensor) -> Tensor:
-            def work(part: slice, double: bool) -> Contracted:
+            def work(part: slice | Tensor, double: bool) -> Contracted:
                 found = self._certain_variance(rows[part].unsqueeze(1), double)
                 return Contracted(found.value.squeeze(1), found.diagonal.squeeze(1))
 
