@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
@@ -177,22 +177,19 @@ class Batch:
 
     def _with_inputs(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
-        if self.whole:
 
-            def changed(value: Any) -> Any:
-                if is_graph(value):
-                    return changed_graph(value, change)
-                return change(value) if isinstance(value, Tensor) else value
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if self.whole and is_graph(value):
+                return changed_graph(value, change)
+            return value
 
-            args, kwargs = tree_map(changed, (self.args, self.kwargs))
-        else:
+        def within(argument: Any) -> Any:
+            return change(argument) if isinstance(argument, Tensor) else tree_map(changed, argument)
 
-            def each(value: Any) -> Any:
-                return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
-
-            args = tuple(map(each, self.args))
-            kwargs = {name: each(value) for name, value in self.kwargs.items()}
-        return Batch(args, self.targets, kwargs, self.weights, self.whole)
+        kwargs = {name: within(argument) for name, argument in self.kwargs.items()}
+        return Batch(tuple(map(within, self.args)), self.targets, kwargs, self.weights, self.whole)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its inputs on `device`."""

@@ -81,6 +81,8 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
     for _, _, value in _attributes(model):
+        if type(value) in _IMMUTABLE:
+            continue
         for tensor in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 # Left from the last pass, like a feature map, or weights that a hook or a recurrent layer's
@@ -89,7 +91,15 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         if type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
             # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
             memo[id(value)] = type(value)()
+    # nor is a deep copy of each of its flags made
+    by_hand = [module for module in model.modules() if _is_its_attributes(type(module))]
+    memo |= {id(module): object.__new__(type(module)) for module in by_hand}
     try:
+        for module in by_hand:
+            state = dict(cast(Any, module).__getstate__())
+            for name, value in state.items():
+                state[name] = value if type(value) in _IMMUTABLE else copy.deepcopy(value, memo)
+            memo[id(module)].__setstate__(state)
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files
         if out_of_memory(error):
@@ -102,6 +112,17 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         if isinstance(module, nn.RNNBase) and _note_places not in vars(module)["_forward_pre_hooks"].values():
             module.register_forward_pre_hook(_note_places, with_kwargs=True)
     return twin.eval()
+
+
+_IMMUTABLE = frozenset({type(None), bool, int, float, str})
+
+
+@cache
+def _is_its_attributes(kind: type[nn.Module]) -> bool:
+    """Whether a module of this class is copied as its attributes: neither it nor a class between has another way."""
+    ways = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+    slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+    return not slots and all(getattr(kind, way, None) is getattr(nn.Module, way, None) for way in ways)
 
 
 def _note_places(

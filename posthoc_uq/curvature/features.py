@@ -176,7 +176,7 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     last = prepared.last[-1:]
     if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
         return None
-    twin, layer, samples = replicate(prepared.model), last[0].layer, 1 if pair.whole else 2
+    twin, layer, samples = prepared.capture.twin, last[0].layer, 1 if pair.whole else 2
     together = _run(twin, layer, pair, samples)
     alone = [_run(twin, layer, pair.narrow(i, 1, samples), 1) for i in range(samples)]
     source = _of_positions(twin, together, alone, likelihood)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any, Protocol
 
@@ -139,8 +139,8 @@ class SweepTotals:
             missing.
         outputs: outputs of one sample.
         keys: hashes of the first inputs.
-        digest: hash of all batches in their order.
-        content: hash of all samples with their targets, whatever their order.
+        digest: hash of all batches in their order; 0 where a sweep is compared with no other.
+        content: hash of all samples with their targets, whatever their order; likewise.
     """
 
     batches: Natural = 0
@@ -161,7 +161,7 @@ class SweepTotals:
 
     def state_dict(self) -> dict[str, Any]:
         """Its values, from which `restored` makes an equal one."""
-        return asdict(self) | {"keys": sorted(self.keys)}
+        return {**vars(self), "keys": sorted(self.keys)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], weighted: bool, share: float) -> SweepTotals:
@@ -184,17 +184,20 @@ class SweepTotals:
             raise ValueError(f"{found.samples} samples without weights cannot weigh {found.weight:g}")
         return found
 
-    def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
-        """Count a batch. All arguments are hashes on the CPU: of its inputs, of its samples (summed), and of what its
-        samples share.
-        """
+    def note(self, keys: Tensor) -> None:
+        """Count a batch, by the hashes of its inputs on the CPU."""
         hashes: list[int] = keys.tolist()
         if self.seen < MAX_KEYS:
             self.keys.update(hashes[: MAX_KEYS - self.seen])
-        self.digest = mixed_seed(self.digest, int(content) % WORD, len(hashes), int(shared) % WORD)
-        self.content = (self.content + int(content)) % WORD
         self.batches += 1
         self.seen += len(hashes)
+
+    def note_content(self, content: Tensor, shared: Tensor, samples: int) -> None:
+        """Take in what a batch of so many samples holds, by hashes on the CPU: of its samples (summed), and of what
+        they share.
+        """
+        self.digest = mixed_seed(self.digest, int(content) % WORD, samples, int(shared) % WORD)
+        self.content = (self.content + int(content)) % WORD
 
     def add_log_likelihood(self, log_probs: Tensor) -> None:
         """Add the log-probabilities of some samples."""
@@ -235,6 +238,8 @@ class Sweep:
             between positions, each position of it counts as a sample of its own, but in a dense Fisher: products of the
             scores of two positions have mean 0; without them there is less noise, and no gradient of a whole sample.
         weighted: whether the samples have weights.
+        compared: whether the data are compared with those of another sweep, so that their hashes are summed: of a
+            checkpoint, or of another process.
         observers: see every batch that is swept over.
 
     Attributes:
@@ -256,6 +261,7 @@ class Sweep:
         share: float,
         by_position: str | None,
         weighted: bool,
+        compared: bool,
         observers: Sequence[Observer],
     ) -> None:
         self._capture, self._accumulators, self._joint = capture, accumulators, joint
@@ -263,7 +269,7 @@ class Sweep:
         self._fisher: Fisher = fisher
         self._seed, self._dtype, self._share = seed, dtype, share
         self._by_position = by_position if fisher == "mc" and joint is None else None
-        self._weighted, self._observers = weighted, observers
+        self._weighted, self._compared, self._observers = weighted, compared, observers
         self._picked = Picked(share) if share < 1 else None
         self.sums = dict[str, dict[str, Tensor]]()
         for name, of_layer in accumulators.items():
@@ -312,11 +318,13 @@ class Sweep:
             PosthocUQError: labels do not fit the likelihood, or an interrupted sweep saw other batches.
         """
         keys, index = sample_keys(batch.tensors, samples, self._seed), self.summary.batches
-        checks, hashes = DeferredChecks(), list[Tensor]()
-        checks.add(keys, hashes.append)
-        checks.add(sample_hashes(batch, keys).sum(), hashes.append)
-        note = self.summary.note
-        checks.add(shared_hash(batch, samples), lambda shared: note(hashes[0], hashes[1], shared))
+        checks, summary, hashes = DeferredChecks(), self.summary, list[Tensor]()
+        checks.add(keys, summary.note)
+        if self._compared:
+            checks.add(sample_hashes(batch, keys).sum(), hashes.append)
+            checks.add(
+                shared_hash(batch, samples), lambda shared: summary.note_content(hashes[0], shared, samples)
+            )
         if self._interrupted is None:
             picked = self._picked
             for part in [(batch, keys, str(index))] if picked is None else picked.add(batch, keys, index):

@@ -373,8 +373,12 @@ def _method_with_options(
             of_method.setdefault("layers", layers)
         if prior_mean is not None and _has_option(method, "prior_mean"):
             of_method["prior_mean"], prior_mean = prior_mean, None
-    arguments = [name for name in inspect.signature(fit).parameters if name != "options"]
-    return method_of(method, of_method, arguments), prior_mean
+    return method_of(method, of_method, others=_names_of_arguments()), prior_mean
+
+
+def _names_of_arguments() -> Iterator[str]:
+    """Of `fit`, looked up when they are read."""
+    yield from (name for name in inspect.signature(fit).parameters if name != "options")
 
 
 def _prove(plan: FitPlan) -> Task:

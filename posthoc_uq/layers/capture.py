@@ -33,7 +33,6 @@ from posthoc_uq.layers.sample_gradients import (
     ROUTES,
     Route,
     is_matrix,
-    numbers_of,
     sample_gradients,
 )
 from posthoc_uq.layers.uses import WatchedPass
@@ -140,6 +139,8 @@ class Capture:
         tracked: the layers by name.
         by_module: those of them that BackPACK serves. Without any, runs in several threads do not interfere: the
             interceptor keeps everything in the `Recording`.
+        by_weight: those that the interceptor serves, by the identity of their weight in the copy.
+        computed: those of which gradients are all that is known.
         watched: a layer, tracked or not, whose inputs every `Recording` also keeps.
     """
 
@@ -148,6 +149,8 @@ class Capture:
         self.tracked: dict[str, TrackedLayer] = {}
         self.watched: Layer | None = None
         self.by_module: dict[nn.Module, TrackedLayer] = {}
+        self.by_weight: dict[int, TrackedLayer] = {}
+        self.computed: list[Layer] = []
 
     def unseen(self, names: Collection[str]) -> list[TrackedLayer]:
         """Parameters by name as layers of which gradients are all that is known; a layer's bias is part of it. Without
@@ -189,6 +192,9 @@ class Capture:
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         served = [t for t in layers if t.engine == "backpack"]  # each is the weight of one module
         self.by_module = {self.twin.get_submodule(t.holders[0][0]): t for t in served}
+        hooked = [t for t in layers if t.engine == "hooks"]
+        self.by_weight = {id(self.twin.get_parameter(t.layer.weight)): t for t in hooked}
+        self.computed = [t.layer for t in layers if t.engine in ROUTES]
         if self.by_module:
             from backpack import extend
             from backpack.context import CTX
@@ -259,30 +265,27 @@ class Recording:
     """
 
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
-        self._capture = capture
-        self._samples = samples
-        served = (t for t in capture.tracked.values() if t.engine == "hooks")
-        self._hooked = {id(capture.twin.get_parameter(t.layer.weight)): t for t in served}
-        watched = capture.watched
-        self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
-        self._batch = batch
-        self._computed = [t.layer for t in capture.tracked.values() if t.engine in ROUTES]
+        self._capture, self._batch, self._samples = capture, batch, samples
         # while `sample_gradients` runs, the copy of the model has other weights, for every thread
-        self._alone: AbstractContextManager[Any] = _CONTEXT_LOCK if self._computed else nullcontext()
+        self._alone: AbstractContextManager[Any] = _CONTEXT_LOCK if capture.computed else nullcontext()
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
-        self.numbers = samples * numbers_of(self._computed)
+        self.numbers = samples * sum(layer.parameters for layer in capture.computed)
         self._sink: Sink | None = None
-        ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
-        with self._alone, torch.enable_grad(), CallWatcher(ids, self._note):
-            self.outputs = batch.copied().call(capture.twin)
+        weights, self._watched_id = set(capture.by_weight), 0
+        if capture.watched is not None:
+            self._watched_id = id(capture.twin.get_parameter(capture.watched.weight))
+            weights.add(self._watched_id)
+        own = batch.copied()
+        with self._alone, torch.enable_grad(), CallWatcher(weights, self._note):
+            self.outputs = own.call(capture.twin)
         self._autocast = torch.is_autocast_enabled(self.outputs.device.type)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
         `sink` once. After the `last` one the graph is freed.
         """
-        if self._computed:
+        if self._capture.computed:
             self._compute(gradient, sink)
         if not self.outputs.requires_grad:
             return
@@ -305,7 +308,7 @@ class Recording:
         """Hand over the layers of which gradients are all that is known."""
         tracked = self._capture.tracked
         for route in ROUTES:
-            layers = [layer for layer in self._computed if tracked[layer.name].engine == route]
+            layers = [layer for layer in self._capture.computed if tracked[layer.name].engine == route]
             if not layers:
                 continue
             with self._alone, torch.autocast(self.outputs.device.type, enabled=self._autocast):
@@ -327,7 +330,7 @@ class Recording:
         watched = self._capture.watched
         if watched is not None and id(use.parameter) == self._watched_id and not is_lookup_of(use, watched):
             self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
-        tracked = self._hooked.get(id(use.parameter))
+        tracked = self._capture.by_weight.get(id(use.parameter))
         if tracked is None or is_lookup_of(use, tracked.layer):
             return
         x = use.input.detach()

@@ -748,7 +748,7 @@ def _reference(model: nn.Module, batch: Batch, samples: int, tolerance: float | 
             check_refused(error, refer, lambda: Reference(model, batch, 1, tolerance))
             return Reference(model, batch, 1, tolerance)
         check_refused(
-            error, refer, lambda: _run(model, batch)
+            error, refer, lambda: _run(replicate(model), batch)
         )  # the model takes the whole batch alone, or fails, too
         raise UnsupportedLayerError(
             f"The model runs on the first batch of {samples} samples, and not on {PROBE_SAMPLES} of them "
@@ -764,9 +764,9 @@ def first_samples(batch: Batch, samples: int) -> Batch:
     return batch.repeated(PROBE_SAMPLES) if samples == 1 else batch.narrow(0, PROBE_SAMPLES, samples)
 
 
-def _run(model: nn.Module, batch: Batch) -> Tensor:
+def _run(twin: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad():
-        return batch.copied().call(replicate(model))
+        return batch.copied().call(twin)
 
 
 def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
@@ -782,15 +782,16 @@ def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
     Raises:
         UnsupportedLayerError: it does, with the cause as far as that is known.
     """
-    model, probe, number = reference.model, reference.probe, reference.samples
+    probe, number = reference.probe, reference.samples
     if probe.whole or number < PROBE_SAMPLES:
         return
+    twin = replicate(reference.model)
     company = None  # where the model cannot run more samples, the fit itself says so better
     if samples > number:
-        company = _if_taken(model, batch.narrow(0, min(samples, COMPANY), samples), probe)
+        company = _if_taken(twin, batch.narrow(0, min(samples, COMPANY), samples), probe)
     limits = _rounding(reference)
     for place, (expected, limit) in enumerate(zip(reference.outputs, limits, strict=True)):
-        others = [_alone(model, probe, place, number)]
+        others = [_alone(twin, probe, place, number)]
         if company is not None and company.ndim and len(company) >= number:
             others.append(company[place])
         changes = [
@@ -800,7 +801,7 @@ def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
         ]
         if all(change <= limit for change in changes):
             continue
-        again = (_run(model, probe) - reference.outputs).reshape(number, -1)
+        again = (_run(twin, probe) - reference.outputs).reshape(number, -1)
         if bool((torch.linalg.vector_norm(again, dim=1).cpu() > torch.tensor(limits, device="cpu")).any()):
             raise UnsupportedLayerError(
                 "The model's outputs for the same inputs differ from run to run, also in eval mode: dropout or noise "
@@ -809,27 +810,27 @@ def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
                 "noise in training mode alone."
             )
         raise UnsupportedLayerError(
-            f"The model's outputs for one sample depend on the other samples of its batch: {_by_batch(model)} A fit "
+            f"The model's outputs for one sample depend on the other samples of its batch: {_by_batch(twin)} A fit "
             f"and its predictions would depend on how the data are cut into batches."
         )
 
 
-def _alone(model: nn.Module, probe: Batch, place: int, samples: int) -> Tensor | None:
+def _alone(twin: nn.Module, probe: Batch, place: int, samples: int) -> Tensor | None:
     """The outputs for one sample of a batch, run without the others; None where the model takes no such batch."""
     first = probe.narrow(place, 1, samples)
-    outputs = _if_taken(model, first, probe)
+    outputs = _if_taken(twin, first, probe)
     if outputs is None:  # some models take no batch of one sample, and squeeze its dimension
-        outputs = _if_taken(model, first.repeated(3), probe)
+        outputs = _if_taken(twin, first.repeated(3), probe)
         return outputs[0] if outputs is not None and outputs.ndim and len(outputs) == 3 else None
     return outputs
 
 
-def _if_taken(model: nn.Module, batch: Batch, probe: Batch) -> Tensor | None:
+def _if_taken(twin: nn.Module, batch: Batch, probe: Batch) -> Tensor | None:
     """The outputs for a batch; None where the model takes the probe, and not this one."""
     try:
-        return _run(model, batch)
+        return _run(twin, batch)
     except Exception as error:  # of the user's code or data
-        check_refused(error, lambda: _run(model, batch), lambda: _run(model, probe))
+        check_refused(error, lambda: _run(twin, batch), lambda: _run(twin, probe))
         return None
 
 

@@ -290,6 +290,7 @@ class Task:
             share=share,
             by_position=self._by_position,
             weighted=self.batch.weights is not None,
+            compared=self.checkpoint is not None or world() > 1,
             observers=() if self.observed or share < 1 else self.observers,
         )
         with self.timed(description):
