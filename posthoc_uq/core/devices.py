@@ -36,6 +36,17 @@ def as_double(tensor: Tensor) -> Tensor:
     return (tensor if has_double(tensor.device) else tensor.cpu()).double()
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if it is of half precision, itself otherwise.
+
+    Raises:
+        PosthocUQError: the numbers are no real floating-point ones.
+    """
+    if not tensor.is_floating_point():
+        raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def host_double(value: Any) -> Tensor:
     """A number, a list of numbers or a tensor of any device, in float64 on the CPU."""
     if isinstance(value, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no number is infinite or NaN. A sum that is finite says so in one pass; only another is looked into."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:

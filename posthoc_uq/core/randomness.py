@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
         if rows.is_complex():
             rows = torch.view_as_real(rows).reshape(samples, -1)
         words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
-        weights = mix(torch.arange(1, words.shape[1] + 1, device=words.device) * _GAMMA) | 1
+        weights = _odd_words(words.shape[1], words.device)
         step = max(1, _MAX_WORDS // max(1, words.shape[1]))
         sums = [(few.to(torch.int64) * weights).sum(dim=1) for few in words.split(step)]
         part = mix(torch.cat(sums))
@@ -79,6 +80,12 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
     if keys is None:
         keys = torch.arange(samples, device="cpu")
     return mix(keys + mixed_seed(seed))
+
+
+@lru_cache(maxsize=8)
+def _odd_words(count: int, device: torch.device) -> Tensor:
+    """By which the words of an input are multiplied."""
+    return mix(torch.arange(1, count + 1, device=device) * _GAMMA) | 1
 
 
 def number_keys(keys: Tensor, numbers: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import isfinite
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -357,7 +358,7 @@ class Sweep:
             recording, outputs = self._forward(batch, keys.shape[0], place, checks)
             with in_batch(place):
                 weights = weights_of(self._likelihood, outputs, batch)
-            targets = batch.targets if weights is None else weights.targets(batch.targets)
+                targets = batch.targets if weights is None else weights.targets(batch.targets)
             check_targets(self._likelihood, outputs, targets, place, checks)
             for observer in self._observers:
                 observer.see(batch, keys, recording, checks)
@@ -551,14 +552,14 @@ _NOT_FINITE = "Check the input data and the model's weights for NaN or infinity.
 
 def require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
     """Refuse outputs that are not finite, where their sum `total` on the host is not."""
-    if not bool(torch.isfinite(total)) and not bool(torch.isfinite(outputs).all()):
+    if not isfinite(float(total)) and not bool(torch.isfinite(outputs).all()):
         raise NonFiniteError(f"Batch {place}: the model's outputs are not finite. {_NOT_FINITE}")
 
 
 def _require_finite(names: Sequence[str], sums: Tensor, place: str) -> None:
     # A backward pass goes from the last layer to the first, so the first layer that is not finite is the cause.
-    for name, finite in zip(names, torch.isfinite(sums).tolist(), strict=True):
-        if not finite:
+    for name, total in zip(names, sums.tolist(), strict=True):
+        if not isfinite(total):
             raise NonFiniteError(
                 f"Batch {place}: layer '{name}' has non-finite activations or gradients. {_NOT_FINITE}"
             )

@@ -1,18 +1,24 @@
-"""Whether a file could hold a posterior: looked at when a fit ends, before anybody relies on it."""
+"""Whether the numbers of a posterior are ones to compute with: looked at when a fit ends."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from math import inf
 
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
+from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import validate_record
 from posthoc_uq.files.records import EvidenceRecord, SettingsRecord
-from posthoc_uq.files.tensors import check_together, find_fault, tensors_of
 from posthoc_uq.likelihoods import LIKELIHOODS
-from posthoc_uq.posteriors.block import LOG_DETERMINANT
+from posthoc_uq.posteriors.block import LOG_DETERMINANT, PrecisionSettings, largest_of
 from posthoc_uq.posteriors.posterior import Posterior
+
+_MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
 
 
 def check_numbers(posterior: Posterior) -> None:
@@ -28,10 +34,15 @@ def check_numbers(posterior: Posterior) -> None:
         if LIKELIHOODS.get(likelihood.name) is type(likelihood):
             values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
             validate_record(likelihood.fields, values, "its likelihood")
-        for slot, tensor in tensors_of(posterior):
-            fault = find_fault(slot.spec, tensor)
-            if fault is not None:
-                raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
+        parts = {f"block '{name}'": block.tensors() for name, block in posterior.blocks.items()}
+        parts["the trained mean"] = posterior.trained_mean
+        parts["the features"] = {} if posterior.features is None else posterior.features.tensors()
+        for owner, tensors in parts.items():
+            for name, tensor in tensors.items():
+                if not largest_of(tensor) <= LARGEST:
+                    raise CorruptPosteriorError(
+                        f"'{name}' of {owner} holds NaN, infinity or numbers beyond {LARGEST:g}"
+                    )
         check_together(posterior)
 
 
@@ -48,10 +59,50 @@ def check_settings(posterior: Posterior, *, factorised: bool) -> None:
     with _unusable():
         validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
         check_together(posterior)
-        known = factorised and LOG_DETERMINANT in posterior.capabilities
+        known = LOG_DETERMINANT in posterior.capabilities
+        factorised = factorised and any(block.factorises for block in posterior.blocks.values())
         # of weights that are certain it is infinite
-        if known and not float(posterior.log_determinant()) > -inf:
+        if known and factorised and not float(posterior.log_determinant()) > -inf:
             raise CorruptPosteriorError("the determinant of its precision is not a number")
+
+
+def check_together(posterior: Posterior) -> None:
+    """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other, and
+    Grams of features that are too large to be scaled to a mean eigenvalue of 1.
+
+    Raises:
+        CorruptPosteriorError: names the block.
+    """
+    if posterior.features is not None:
+        _check_features(posterior.features.tensors())
+    settings, prior, noise_power = posterior.settings, posterior.weight_prior, posterior.evidence.noise_power
+    if posterior.likelihood.noise_variance is None:
+        noise_power = 0  # the noise scale does not enter the weights' precision
+    by_layer = settings.prior_precision
+    precisions = list(by_layer.values()) if isinstance(by_layer, dict) else [by_layer]
+    factors = [1.0] + [float(end) for tensor in prior.precision.values() for end in torch.aminmax(tensor)]
+    if not min(precisions) * min(factors) >= 1 / _MAX_PRECISION:
+        raise CorruptPosteriorError(
+            "its prior precisions of single weights must be positive, and not so small"
+        )
+    scale = settings.scale / settings.noise_scale**noise_power
+    strongest = PrecisionSettings(scale, max(precisions) * max(factors), settings.residual_weight)
+    for name, block in posterior.blocks.items():
+        size = block.largest_value(strongest)
+        if not size <= _MAX_PRECISION:
+            raise CorruptPosteriorError(
+                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {_MAX_PRECISION:g}"
+            )
+        fault = block.fault()
+        if fault is not None:
+            raise CorruptPosteriorError(f"block '{name}' {fault}")
+
+
+def _check_features(tensors: Mapping[str, Tensor]) -> None:
+    limit = 1.5 * tensors["basis"].shape[0]
+    traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
+    if float(traces.max()) > limit or largest_of(tensors["residual"]) > limit:
+        raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
 
 
 @contextmanager

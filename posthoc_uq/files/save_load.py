@@ -35,6 +35,7 @@ from posthoc_uq.core.model import (
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.files import atomic, hdf5, header
+from posthoc_uq.files.check import check_together
 from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
 from posthoc_uq.files.match import (
     check_buffers,
@@ -62,7 +63,6 @@ from posthoc_uq.files.tensors import (
     TensorSlot,
     as_array,
     block_group,
-    check_together,
     find_fault,
     parameter_shapes,
     size_limit,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.curvature.statistics import MAX_ASYMMETRY
@@ -22,9 +21,7 @@ from posthoc_uq.posteriors.block import (
     FAMILIES,
     Block,
     MatrixShape,
-    PrecisionSettings,
     TensorSpec,
-    largest_of,
 )
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -141,7 +138,6 @@ def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
 MAX_SKEW = 0.05
 """How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
 moves them by less than 0.01."""
-_MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
 _MAX_EXACT_COLUMNS = 512  # of a basis whose products are all formed; of more, some random combinations
 _PROBES = 32
 
@@ -188,45 +184,6 @@ def _skew(basis: Tensor, padded: bool) -> float:
     identity = probes * (wide != 0).any(-2).unsqueeze(-1) if padded else probes
     rows = wide.transpose(-1, -2) @ (wide @ probes) - identity
     return float(rows.square().sum(-1).max().sqrt())
-
-
-def check_together(posterior: Posterior) -> None:
-    """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other, and
-    Grams of features that are too large to be scaled to a mean eigenvalue of 1.
-
-    Raises:
-        CorruptPosteriorError: names the block.
-    """
-    if posterior.features is not None:
-        _check_features(posterior.features.tensors())
-    settings, prior, noise_power = posterior.settings, posterior.weight_prior, posterior.evidence.noise_power
-    if posterior.likelihood.noise_variance is None:
-        noise_power = 0  # the noise scale does not enter the weights' precision
-    by_layer = settings.prior_precision
-    precisions = list(by_layer.values()) if isinstance(by_layer, dict) else [by_layer]
-    factors = [1.0] + [float(end) for tensor in prior.precision.values() for end in torch.aminmax(tensor)]
-    if not min(precisions) * min(factors) >= 1 / _MAX_PRECISION:
-        raise CorruptPosteriorError(
-            "its prior precisions of single weights must be positive, and not so small"
-        )
-    scale = settings.scale / settings.noise_scale**noise_power
-    strongest = PrecisionSettings(scale, max(precisions) * max(factors), settings.residual_weight)
-    for name, block in posterior.blocks.items():
-        size = block.largest_value(strongest)
-        if not size <= _MAX_PRECISION:
-            raise CorruptPosteriorError(
-                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {_MAX_PRECISION:g}"
-            )
-        fault = block.fault()
-        if fault is not None:
-            raise CorruptPosteriorError(f"block '{name}' {fault}")
-
-
-def _check_features(tensors: Mapping[str, Tensor]) -> None:
-    limit = 1.5 * tensors["basis"].shape[0]
-    traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
-    if float(traces.max()) > limit or largest_of(tensors["residual"]) > limit:
-        raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
 
 
 _MAX_NUMBER_BYTES = 8  # of the widest format

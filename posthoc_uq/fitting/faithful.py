@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, count_samples, holds_samples
-from posthoc_uq.core.devices import as_double, full_precision, host_double
+from posthoc_uq.core.devices import as_double, at_least_float32, full_precision, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite, not_finite
@@ -30,7 +30,7 @@ from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.layers.proof import PROBE_SAMPLES
 from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
+from posthoc_uq.likelihoods.prediction import by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
 from posthoc_uq.posteriors.history import FaithfulRecord, Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior

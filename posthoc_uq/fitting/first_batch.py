@@ -19,11 +19,12 @@ from posthoc_uq.core.batches import (
     explained,
     lacks_decoder_inputs,
 )
+from posthoc_uq.core.devices import at_least_float32
 from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.proof import Prepared, in_unit_interval
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
+from posthoc_uq.likelihoods.prediction import check_rows
 from posthoc_uq.likelihoods.weights import layout_of
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of such classes of transformers end

@@ -47,7 +47,7 @@ from posthoc_uq.core.model import (
     unwrap,
     with_plain_weights,
 )
-from posthoc_uq.core.options import LARGEST, Seed, check_option
+from posthoc_uq.core.options import LARGEST, Seed, check_option, one_of
 from posthoc_uq.core.outputs import (
     Output,
     OutputChoice,
@@ -79,7 +79,6 @@ from posthoc_uq.fitting.prior import (
     weight_prior_of,
     with_prior,
 )
-from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, prepare
 from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
@@ -103,6 +102,7 @@ from posthoc_uq.methods.task import (
 from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.history import HeadRecord
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import HEADS
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
@@ -316,7 +316,7 @@ def _plan(
     chosen, prior, budget = prior_and_budget(
         chosen, resolved, prior_precision if of_weights is None else 1.0, divergence
     )
-    head_class(head or chosen.head)
+    head = one_of("head", head or chosen.head, HEADS)
     check_loader(loader)
     check_reusable(loader, chosen.passes() + finds_noise)
     if val_loader is not None:
@@ -349,17 +349,13 @@ def _plan(
         divergence=budget,
         weight_precisions=of_weights,
         weight_mean=weight_mean,
-        head=head or chosen.head,
+        head=head,
         checkpoint=checkpoint,
     )
 
 
-def takes_layers(method: str) -> bool:
-    """Whether a method by this name has an option `layers`, which the argument of `fit` sets."""
-    return _has_option(method, "layers")
-
-
-def _has_option(method: str, name: str) -> bool:
+def has_option(method: str, name: str) -> bool:
+    """Whether a method by this name has an option that the argument of `fit` sets: ``layers``, or ``prior_mean``."""
     return method in METHODS and any(field.name == name for field in fields(METHODS[method]))
 
 
@@ -369,9 +365,9 @@ def _method_with_options(
     """The method, with those arguments of `fit` that are its options, too; and the prior mean if it is not."""
     of_method = dict(options)
     if isinstance(method, str):
-        if layers in ("last", "all") and takes_layers(method):
+        if layers in ("last", "all") and has_option(method, "layers"):
             of_method.setdefault("layers", layers)
-        if prior_mean is not None and _has_option(method, "prior_mean"):
+        if prior_mean is not None and has_option(method, "prior_mean"):
             of_method["prior_mean"], prior_mean = prior_mean, None
     return method_of(method, of_method, others=_names_of_arguments()), prior_mean
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, count_samples
-from posthoc_uq.core.devices import full_precision, temporary_bytes
+from posthoc_uq.core.devices import at_least_float32, full_precision, temporary_bytes
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
@@ -35,7 +35,7 @@ from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
 from posthoc_uq.likelihoods.labels import novelty_at
-from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
+from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.settings import get_width
 

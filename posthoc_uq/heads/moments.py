@@ -21,7 +21,7 @@ from posthoc_uq.core.batches import (
     check_loader,
     count_samples,
 )
-from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Unit, check_option
@@ -35,7 +35,7 @@ from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, symmetric_root
-from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
+from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown

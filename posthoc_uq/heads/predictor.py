@@ -24,6 +24,7 @@ from posthoc_uq.core.batches import (
     check_loader,
     explained,
 )
+from posthoc_uq.core.devices import at_least_float32
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import (
@@ -52,7 +53,7 @@ from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
-from posthoc_uq.likelihoods.prediction import Prediction, Unread, at_least_float32, cat
+from posthoc_uq.likelihoods.prediction import Prediction, Unread, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, HYPERPARAMETERS, QUADRATIC, Posterior
 

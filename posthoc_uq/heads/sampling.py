@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import TEMPORARY_BYTES
+from posthoc_uq.core.devices import TEMPORARY_BYTES, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError, check_refused, in_one_line
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
@@ -33,7 +33,7 @@ from posthoc_uq.layers.frozen import (
     called,
 )
 from posthoc_uq.layers.layer import Call
-from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
+from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import INDEPENDENT, SYMMETRY, Posterior
 
 # An ensemble runs one draw after another, or many in one pass.

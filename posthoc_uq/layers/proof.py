@@ -270,7 +270,8 @@ class Reference:
     """Outputs and gradients of a probe batch by autograd alone, without any capture, and a table of the parameters.
 
     Attributes:
-        model: the user's; copies of it are run.
+        model: the user's, which is not run.
+        twin: the copy of it that is, also for what is compared with this run.
         probe: the batch.
         samples: in it.
         tolerance: by how much numbers may differ, relatively; None for that of their format.
@@ -290,7 +291,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int, tolerance: float | None) -> None:
         self.model, self.probe, self.samples, self.tolerance = model, probe, samples, tolerance
-        twin = replicate(model).requires_grad_(True)
+        self.twin = twin = replicate(model).requires_grad_(True)
         self.form = _form_of(twin, probe)
         self.parameters, holders = dict(twin.named_parameters()), owners(twin)
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -305,7 +306,7 @@ class Reference:
             )
         self.saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
-            self._differentiate(twin)
+            self._differentiate()
         except RuntimeError as error:
             if "Inference tensors cannot be saved" in str(error):
                 raise PosthocUQError(
@@ -317,13 +318,13 @@ class Reference:
             # The model changes the input of a frozen layer in place: fine for its user, who never asks for that
             # layer's gradient.
             self.saving = partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, lambda saved: saved)
-            self._differentiate(twin)
+            self._differentiate()
         for use in self.table:
             use.used = self.total[use.name] is not None
 
-    def _differentiate(self, twin: nn.Module) -> None:
+    def _differentiate(self) -> None:
         with torch.enable_grad(), self.saving():
-            outputs = self.probe.copied().call(twin)
+            outputs = self.probe.copied().call(self.twin)
             if outputs.ndim == 0 or outputs.shape[0] != self.samples:
                 raise PosthocUQError(
                     f"The model gives outputs of shape {tuple(outputs.shape)} for {self.samples} samples; the "
@@ -450,18 +451,22 @@ def _plain(value: Any, depth: int = 4) -> Any:
     """What an attribute of a module is compared by: flags and functions, in tables and objects, too; of all else the
     type.
     """
-    if isinstance(value, (FunctionType, MethodType)):
+    kind = type(value)
+    if kind in _COMPARED or isinstance(value, (int, float, str)):
+        return kind, value
+    if kind in (FunctionType, MethodType):
         return getattr(value, "__func__", value)
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return type(value), value
     if depth and isinstance(value, dict):  # the keys of hooks count them
         table = cast(dict[Any, Any], value).items()
         return tuple((key if isinstance(key, str) else "", _plain(each, depth - 1)) for key, each in table)
     if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), *(_plain(each, depth - 1) for each in cast(Collection[Any], value))
+        return kind, *(_plain(each, depth - 1) for each in cast(Collection[Any], value))
     if depth and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
-        return type(value), _plain(vars(value), depth - 1)
-    return type(value)
+        return kind, _plain(vars(value), depth - 1)
+    return kind
+
+
+_COMPARED = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
 @dataclass
@@ -544,7 +549,7 @@ def prepare(
     if not independent:
         check_independent(reference, batch, samples)
     probe = reference.probe
-    watched = WatchedPass(model, probe.copied())
+    watched = WatchedPass(reference.twin, probe.copied())
     found, shown = layers_of(watched, autocast), watched.uses() if watched.complete else None
     del watched  # its graph
     find_uses = reference.find_uses = cache(lambda: shown or uses_of(model, probe))  # keeps no gradients
@@ -663,7 +668,7 @@ def _passes_with_gradients(
     fitting = max(1, TEMPORARY_BYTES // (4 * max(1, numbers_of(formed))))
     if not batch.whole and fitting < samples:
         batch, samples = batch.narrow(0, fitting, samples), fitting
-    twin, seconds = replicate(reference.model).requires_grad_(True), list[float]()
+    twin, seconds = reference.twin, list[float]()
     pull = torch.empty(0, device="cpu")
     for _ in range(2):  # the first one sets memory up
         begun = time.process_time()
@@ -782,10 +787,9 @@ def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
     Raises:
         UnsupportedLayerError: it does, with the cause as far as that is known.
     """
-    probe, number = reference.probe, reference.samples
+    twin, probe, number = reference.twin, reference.probe, reference.samples
     if probe.whole or number < PROBE_SAMPLES:
         return
-    twin = replicate(reference.model)
     company = None  # where the model cannot run more samples, the fit itself says so better
     if samples > number:
         company = _if_taken(twin, batch.narrow(0, min(samples, COMPANY), samples), probe)

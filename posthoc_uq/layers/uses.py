@@ -56,10 +56,10 @@ def uses_of(model: nn.Module, batch: Batch) -> Uses:
     """
 
     def found() -> Uses:
-        return WatchedPass(model, batch.differentiable()).uses()
+        return WatchedPass(replicate(model), batch.differentiable()).uses()
 
     def plainly() -> Uses:
-        return WatchedPass(model, batch.copied()).uses()
+        return WatchedPass(replicate(model), batch.copied()).uses()
 
     try:
         return found()
@@ -91,7 +91,7 @@ class WatchedPass:
     """One pass with its graph, in which the calls that apply weights are seen.
 
     Attributes:
-        twin: the copy of the model that ran; its parameters require gradients.
+        twin: the copy of a model that ran; its parameters require gradients.
         names: of its parameters, by identity.
         seen: the uses of every weight, by its identity, in the order of the last ones; of a weight that a layer shares
             with an embedding those of the layer.
@@ -101,13 +101,13 @@ class WatchedPass:
             shows all that `uses` asks for, also where the inputs are no part of it.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
+    def __init__(self, twin: nn.Module, batch: Batch) -> None:
         """
         Args:
-            model: a copy of it is run.
+            twin: a copy of a model.
             batch: its inputs, for this run alone.
         """
-        self.twin = replicate(model).requires_grad_(True)
+        self.twin = twin.requires_grad_(True)
         self.names = parameter_names(self.twin)
         self.seen: dict[int, list[WeightUse]] = {}
         self._lookups: set[Any] = set()  # nodes of rows of embeddings

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
@@ -28,7 +28,7 @@ from posthoc_uq.likelihoods.class_prediction import (
 from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
-from posthoc_uq.likelihoods.prediction import OnDemand, at_least_float32
+from posthoc_uq.likelihoods.prediction import OnDemand
 
 
 class _Labels(Likelihood, ABC):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double, widest_dtype
+from posthoc_uq.core.devices import as_double, at_least_float32, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.likelihoods import metrics, selective
@@ -38,7 +38,7 @@ from posthoc_uq.likelihoods.draws import (
 from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, outside, soft_log_prob
 from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
 from posthoc_uq.likelihoods.logits import votes as votes_of
-from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction, at_least_float32
+from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction
 
 
 def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Lt
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, widest_dtype
+from posthoc_uq.core.devices import as_double, at_least_float32, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.randomness import uniforms
@@ -38,7 +38,6 @@ from posthoc_uq.likelihoods.labels import (
 )
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
 from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_draws
-from posthoc_uq.likelihoods.prediction import at_least_float32
 
 _MAX_NUMBERS = 2**19  # that are worked on at once; more are not faster
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double, host_double
+from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
@@ -27,7 +27,6 @@ from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
     Prediction,
     ValueTensors,
-    at_least_float32,
     by_input,
     check_probability,
     interval_quality,

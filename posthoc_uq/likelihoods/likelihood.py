@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double, host_double, widest_dtype
+from posthoc_uq.core.devices import as_double, at_least_float32, host_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
@@ -28,7 +28,6 @@ from posthoc_uq.likelihoods.prediction import (
     LEVELS,
     Prediction,
     ValueTensors,
-    at_least_float32,
     by_input,
     check_probability,
     check_rows,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, host_double
+from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, check_option
 from posthoc_uq.core.records import Record
@@ -21,7 +21,7 @@ from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import in_whole_numbers, outside
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
-from posthoc_uq.likelihoods.prediction import at_least_float32, check_probability
+from posthoc_uq.likelihoods.prediction import check_probability
 
 _MIN_DISTANCE = (
     1e-4  # of neighbouring cumulative logits; nearer ones of a draw, or crossing ones, are moved to it

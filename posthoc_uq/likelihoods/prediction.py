@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from posthoc_uq.core.devices import as_double, to_device
+from posthoc_uq.core.devices import as_double, at_least_float32, to_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.registry import shown_names
@@ -520,17 +520,6 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
 
 
 # What several kinds of predictions compute
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32 if it is of half precision, itself otherwise.
-
-    Raises:
-        PosthocUQError: the numbers are no real floating-point ones.
-    """
-    if not tensor.is_floating_point():
-        raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def by_input(values: Tensor) -> Tensor:

@@ -291,6 +291,8 @@ class Block(ABC):
     """The name of the class in files; no two classes have the same."""
     makes: ClassVar[type[Covariance]]
     """The class of what `covariance` makes; it determines what posteriors of such blocks can do."""
+    factorises: ClassVar[bool] = True
+    """Whether `covariance` may fail by rounding: it factorises matrices, or is a user's."""
     fields: ClassVar[type[Record]] = Record
     """What is in a file's attributes beside the plain fields and the sizes of tensors, for a class that writes more."""
     joint: ClassVar[bool] = False

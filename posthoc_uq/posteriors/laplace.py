@@ -44,6 +44,7 @@ class DiagonalBlock(Block):
     kind = "diagonal"
     makes = DiagonalPrecision
     per_weight_prior = True
+    factorises = False
 
     diagonal: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
 
@@ -66,6 +67,7 @@ class _EigenbasisBlock(Block):
     """
 
     makes = Kronecker
+    factorises = False
 
     input_basis: Annotated[Tensor, TensorField(GROUPS, INPUTS, INPUTS, orthonormal=True)]
     output_basis: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]

@@ -63,7 +63,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.files.atomic import write
-from posthoc_uq.fitting.fit import takes_layers
+from posthoc_uq.fitting.fit import has_option
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.proof import LAYER_WORDS
@@ -176,7 +176,7 @@ def fit(
     def work(source: ModelSource) -> Done:
 
         name, how = str(likelihood.name), method
-        if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
+        if has_option(str(method.name), "layers") and arguments["layers"] in ("all", "last"):
             how = replace(method, options={"layers": arguments["layers"]} | method.options)
         chosen = likelihood.make(LIKELIHOODS[name])
         fitting, info = how.make(METHODS[str(method.name)]), DatasetInfo(chosen)
