@@ -40,6 +40,18 @@ def around(before: Callable[[Tensor], Tensor] = lambda x: x, after: Any = lambda
     return nn.Sequential(Of(before), net(), Of(after))
 
 
+class Counting(nn.Module):
+    """Adds how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.runs
+
+
 class Tied(nn.Module):
     """A language model in small: its last layer shares the embedding's weight."""
 
@@ -75,6 +87,7 @@ BY_OTHERS: dict[str, nn.Module] = {
 RANDOM: dict[str, nn.Module] = {
     "dropout": between(lambda h: nn.functional.dropout(h, 0.5, training=True)),
     "noise": between(lambda h: h + torch.randn_like(h)),
+    "a counter": between(Counting()),
 }
 STATISTICS = between(nn.BatchNorm1d(5, track_running_stats=False)).eval()
 SAME = X.clone()

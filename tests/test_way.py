@@ -75,11 +75,11 @@ print(json.dumps(counts))
 
 BOUNDS = {
     "modules": 85,
-    "last-layer fit": 458,
-    "last-layer fit, files": 50,
-    "default fit": 733,
-    "default fit, files": 68,
-    "later prediction": 95,
+    "last-layer fit": 394,
+    "last-layer fit, files": 44,
+    "default fit": 688,
+    "default fit, files": 66,
+    "later prediction": 93,
     "later prediction, files": 22,
     "operations": 82,
 }

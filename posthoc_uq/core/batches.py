@@ -113,23 +113,12 @@ class Batch:
         return [tensor.unsqueeze(0) for part in parts for tensor in part if isinstance(tensor, Tensor)]
 
     @property
-    def empty(self) -> bool:
-        """Whether its inputs are tensors of no samples."""
-        empty = False
-        for tensor in self.tensors:
-            if tensor.ndim > 0:
-                if tensor.shape[0] > 0:
-                    return False
-                empty = True
-        return empty
-
-    @property
     def rows(self) -> int | None:
-        """Of the first tensor among the inputs that has any; None without one."""
-        for tensor in self.tensors:
-            if tensor.ndim > 0:
-                return tensor.shape[0]
-        return None
+        """Of the first tensor among the inputs that has any: its samples. 0 where none has any, None without a tensor
+        that could.
+        """
+        sizes = [tensor.shape[0] for tensor in self.tensors if tensor.ndim > 0]
+        return next(filter(None, sizes), 0 if sizes else None)
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -741,10 +730,12 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     read = _read_ahead(items, reader) if ahead else (one for raw in items for one in reader.read_all(raw))
     count, readings = 0, loader if isinstance(loader, Readings) else None
     for batch in read:
-        if not batch.empty:
+        if batch.rows != 0:
             count += 1
             if readings is not None:
-                reading.note(batch, readings.contents)
+                reading.samples += batch.rows or 0
+                if readings.contents:
+                    reading.note(batch)
             yield batch
             steady.look()
     if readings is not None:
@@ -766,11 +757,9 @@ class _Reading:
         self.inputs = list[Tensor]()
         self.targets: Tensor | None = None  # the sum over the samples, whatever their order
 
-    def note(self, batch: Batch, contents: bool) -> None:
+    def note(self, batch: Batch) -> None:
+        """Hash a batch."""
         samples = batch.rows or 0
-        self.samples += samples
-        if not contents:
-            return
         if self.hashed < _MAX_HASHES:
             self.inputs.append(sample_keys(batch.tensors, samples, 0))
             self.hashed += samples
@@ -822,7 +811,7 @@ class Readings(Iterable[Any]):
         """
         iterator = interrupts.interruptible(iter, self.loader)
         for item in items_of(iterator):
-            batch = next((batch for batch in reader.read_all(item) if not batch.empty), None)
+            batch = next((batch for batch in reader.read_all(item) if batch.rows != 0), None)
             if batch is not None:
                 reader.warn_of_labels(item, batch)
                 if not self._begins_anew:
@@ -1122,9 +1111,8 @@ def count_samples(batch: Batch) -> int:
     Raises:
         PosthocUQError: there is no such tensor, or it is empty.
     """
-    for tensor in batch.tensors:
-        if tensor.ndim > 0 and tensor.shape[0] > 0:
-            return tensor.shape[0]
+    if samples := batch.rows:
+        return samples
     makes = (
         "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
     )

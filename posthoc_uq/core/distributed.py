@@ -56,14 +56,14 @@ def own_samples(loader: Iterable[Any]) -> int | None:
     return len(range(sampler.rank, size, sampler.num_replicas))
 
 
-def check_items(loader: Iterable[Any], own_count: int | None, samples: int) -> None:
+def check_items(loader: Iterable[Any], samples: int) -> None:
     """Refuse a padded loader that makes several samples of an item, since its padding cannot be recognised.
 
     Raises:
         PosthocUQError: the batch has more samples than the loader puts items in one.
     """
     items = getattr(loader, "batch_size", None)
-    if own_count is not None and items is not None and samples > items:
+    if items is not None and samples > items:
         raise PosthocUQError(
             f"The loader makes {samples} samples of a batch of {items} items, so the padding of its DistributedSampler "
             f"cannot be told apart; give the sampler drop_last=True, or a number of items that the processes divide."
@@ -91,22 +91,22 @@ def on_all_ranks(doing: str) -> Generator[None]:
         yield
     except Exception as failure:
         if _broken_off == before:  # else an inner meeting failed, after which nobody comes to this one
-            _meet(None, doing, failure)
+            gather(None, doing, failure)
         raise
-    _meet(None, doing, None)
+    gather(None, doing)
 
 
-def gather(value: Any, doing: str) -> list[Any]:
+def gather(value: Any, doing: str, error: Exception | None = None) -> list[Any]:
     """A plain value of every process, in the order of their ranks; all must meet for the same.
+
+    Args:
+        value: of this process.
+        doing: what they meet for.
+        error: why this process failed, where it did: the others hear of it, and it is raised.
 
     Raises:
         PosthocUQError: another process failed, did not come, or is at another point; names it.
     """
-    return _meet(value, doing, None)
-
-
-def _meet(value: Any, doing: str, error: Exception | None) -> list[Any]:
-    """Exchange a value, or the fact that this process failed, with all processes."""
     global _broken_off
     if world() == 1:
         if error is not None:

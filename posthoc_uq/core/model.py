@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, cast
 
@@ -80,25 +79,29 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         if name not in replacements or not isinstance(replacement, nn.Parameter):
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
-    for _, _, value in _attributes(model):
-        if type(value) in _IMMUTABLE:
-            continue
-        for tensor in cast(list[Any], value) if isinstance(value, list) else [value]:
-            if isinstance(tensor, Tensor) and not tensor.is_leaf:
-                # Left from the last pass, like a feature map, or weights that a hook or a recurrent layer's
-                # parametrization computes; it has no deep copy.
-                memo[id(tensor)] = tensor.detach().clone()
-        if type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
-            # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
-            memo[id(value)] = type(value)()
-    # nor is a deep copy of each of its flags made
-    by_hand = [module for module in model.modules() if _is_its_attributes(type(module))]
-    memo |= {id(module): object.__new__(type(module)) for module in by_hand}
+    by_hand = list[nn.Module]()
+    for module in model.modules():
+        if _is_its_attributes(type(module)):
+            by_hand.append(module)
+            memo[id(module)] = object.__new__(type(module))
+        for name, value in list(vars(module).items()):
+            if name in _OF_EVERY_MODULE or type(value) in _IMMUTABLE:
+                continue
+            for tensor in cast(list[Any], value) if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    # Left from the last pass, like a feature map, or weights that a hook or a recurrent layer's
+                    # parametrization computes; it has no deep copy.
+                    memo[id(tensor)] = tensor.detach().clone()
     try:
-        for module in by_hand:
+        for (
+            module
+        ) in by_hand:  # a deep copy would look at each of its flags, and at a dozen empty tables of hooks
             state = dict(cast(Any, module).__getstate__())
             for name, value in state.items():
-                state[name] = value if type(value) in _IMMUTABLE else copy.deepcopy(value, memo)
+                if name in _OF_EVERY_MODULE and not value:
+                    state[name] = type(value)()
+                elif type(value) not in _IMMUTABLE:
+                    state[name] = copy.deepcopy(value, memo)
             memo[id(module)].__setstate__(state)
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files
@@ -115,9 +118,10 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
 
 
 _IMMUTABLE = frozenset({type(None), bool, int, float, str})
+_OF_EVERY_MODULE = frozenset(name for name, value in vars(nn.Module()).items() if value is not None)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _is_its_attributes(kind: type[nn.Module]) -> bool:
     """Whether a module of this class is copied as its attributes: neither it nor a class between has another way."""
     ways = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")

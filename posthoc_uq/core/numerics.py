@@ -64,7 +64,9 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
         values[:, dead:] = inner_values.to(values)
         vectors[:, dead:, dead:] = inner_vectors.to(vectors)
         vectors = vectors[:, torch.argsort(order)]
-    return _above_rounding(values.flip(-1), gram.dtype).to(gram), vectors.flip(-1).to(gram)
+    values = values.flip(-1)
+    rounding = torch.finfo(gram.dtype).eps * values[..., :1].clamp(min=0)
+    return values.masked_fill(values < rounding, 0).to(gram), vectors.flip(-1).to(gram)
 
 
 def _eigenpairs(symmetric: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
@@ -72,11 +74,6 @@ def _eigenpairs(symmetric: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
     if rows is None or symmetric.shape[-1] < _MIN_RANGE_SIZE or rows > _MAX_RANGE_SHARE * symmetric.shape[-1]:
         return _eigh(symmetric)
     return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
-
-
-def _above_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Eigenvalues, largest first, with zeros for those that a sum in this dtype cannot tell from zero."""
-    return values.masked_fill(values < torch.finfo(dtype).eps * values[..., :1].clamp(min=0), 0)
 
 
 def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,13 @@ from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import is_lookup_of
+from posthoc_uq.layers.capture import Recording, is_lookup_of
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import Prepared, first_samples
 from posthoc_uq.layers.rules import AffineCall, LayerGradients
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.labels import Layout
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
 
@@ -145,7 +146,7 @@ def find_features(
         batch: its first two samples are used.
         likelihood: says whether outputs have positions.
     """
-    pair = first_samples(batch, count_samples(batch))
+    capture, pair = prepared.capture, first_samples(batch, count_samples(batch))
 
     def plainly() -> None:
         with torch.no_grad():
@@ -156,19 +157,8 @@ def find_features(
     except Exception as error:  # the batch has run before, but some models refuse two of its samples, or one
         check_refused(error, lambda: _found(prepared, pair, likelihood), plainly)
         return None
-
-
-@dataclass(frozen=True)
-class _LayerPass:
-    """The calls of a layer in a pass over some samples, and the model's outputs."""
-
-    layer: Layer
-    calls: Sequence[Call]
-    samples: int
-    outputs: Tensor
-
-    def rows(self, by_position: bool = False) -> Tensor:
-        return feature_rows(self.calls, self.layer, self.samples, by_position)
+    finally:
+        capture.watched = None
 
 
 def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> FeatureSource | None:
@@ -176,37 +166,41 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     last = prepared.last[-1:]
     if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
         return None
-    twin, layer, samples = prepared.capture.twin, last[0].layer, 1 if pair.whole else 2
-    together = _run(twin, layer, pair, samples)
-    alone = [_run(twin, layer, pair.narrow(i, 1, samples), 1) for i in range(samples)]
-    source = _of_positions(twin, together, alone, likelihood)
-    if source is not None:
-        return source
-    rows, outputs = together.rows(), together.outputs
-    if not _agree(torch.cat([one.rows() for one in alone]), rows):
+    capture, layer, samples = prepared.capture, last[0].layer, 1 if pair.whole else 2
+    capture.watched = layer
+    together = capture.run(pair, samples)
+    alone = [capture.run(pair.narrow(i, 1, samples), 1) for i in range(samples)]
+    if any(one.outputs.shape[:1] != (1,) for one in alone) or together.outputs.shape[:1] != (samples,):
+        raise PosthocUQError("The outputs do not count the samples.")
+    outputs = together.outputs.detach()
+    layout = None if likelihood is None else likelihood.positions_of(outputs)
+    if layout is not None and layer.pointwise and layout.classes(outputs) == layer.groups * layer.outputs:
+        source = _of_positions(capture.twin, layer, together, alone, layout)
+        if source is not None:
+            return source
+    rows = feature_rows(together.watched, layer, samples)
+    if not _agree(torch.cat([feature_rows(one.watched, layer, 1) for one in alone]), rows):
         return None
-    of_layer, of_model = _applied(twin, layer, rows), outputs.to(rows).reshape(samples, -1)
+    of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(samples, -1)
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
-    several = likelihood is not None and likelihood.positions_of(outputs) is not None
-    return FeatureSource(
-        layer, "outputs" if same else "pooled", of_model.shape[1], False if several else None
-    )
+    by_class = None if layout is None else False
+    return FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1], by_class)
 
 
 def _of_positions(
-    twin: nn.Module, together: _LayerPass, alone: Sequence[_LayerPass], likelihood: Likelihood | None
+    twin: nn.Module, layer: Layer, together: Recording, alone: Sequence[Recording], layout: Layout
 ) -> FeatureSource | None:
     """The source for one row a position, or None where the layer does not give positions their classes."""
-    layer, outputs = together.layer, together.outputs
-    layout = None if likelihood is None or not layer.pointwise else likelihood.positions_of(outputs)
-    if layout is None or layout.classes(outputs) != layer.groups * layer.outputs:
+    outputs = together.outputs.detach()
+    samples, positions = len(outputs), layout.positions(outputs)
+    rows, grid = (
+        feature_rows(together.watched, layer, samples, by_position=True),
+        grid_of(together.watched[0]),
+    )
+    if not _agree(torch.cat([feature_rows(one.watched, layer, 1, by_position=True) for one in alone]), rows):
         return None
-    rows, grid = together.rows(by_position=True), grid_of(together.calls[0])
-    if not _agree(torch.cat([one.rows(by_position=True) for one in alone]), rows):
+    if len(rows) != samples * prod(grid):
         return None
-    if len(rows) != together.samples * prod(grid):
-        return None
-    positions = layout.positions(outputs)
     if grid == positions:
         fits = _agree(_applied(twin, layer, rows), layout.rows(outputs).to(rows))
     else:  # a coarser grid, as before an interpolation
@@ -214,14 +208,6 @@ def _of_positions(
     if not fits:
         return None
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
-
-
-def _run(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> _LayerPass:
-    with torch.no_grad(), watching(twin, layer) as calls:
-        outputs = batch.copied().call(twin)
-    if outputs.ndim == 0 or outputs.shape[0] != samples:
-        raise PosthocUQError("The outputs do not count the samples.")
-    return _LayerPass(layer, calls, samples, outputs)
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> 
     if isinstance(loader, (list, tuple)):
         shapes = replace(reader, device=torch.device("meta"))  # nothing is copied
         read = (batch for raw in cast("list[Any]", loader) for batch in shapes.read_all(raw))
-        return sum(count_samples(batch) for batch in read if not batch.empty)
+        return sum(count_samples(batch) for batch in read if batch.rows != 0)
     already_batched = isinstance(loader, DataLoader) and loader.batch_sampler is None
     items = 0 if already_batched else known_length(sampler_of(loader))
     if items:

@@ -262,6 +262,7 @@ class Accumulator(ABC):
 
     def __init__(self, sums: dict[str, Tensor], budget: int) -> None:
         self._sums, self._budget = sums, budget
+        self._limit = temporary_limit(budget, next(iter(sums.values())).device)
 
     @abstractmethod
     def add(
@@ -274,9 +275,6 @@ class Accumulator(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """The sums themselves, into which a fit that goes on after an interruption writes."""
         return self._sums
-
-    def _limit(self, tensor: Tensor) -> int:
-        return temporary_limit(self._budget, tensor.device)
 
 
 MAX_ASYMMETRY = 0.01
@@ -336,7 +334,7 @@ class InputGram(_Gram):
     ) -> None:
         rows, counts, weight = _known(activations, gradients, first_pass, weights)
         if counts:
-            rows.add_gram(self._sums["gram"], self._limit(gradients), weight)
+            rows.add_gram(self._sums["gram"], self._limit, weight)
             self._sums["rows"] += rows.samples * rows.positions
 
     def mean(self, samples: float) -> Tensor:
@@ -356,7 +354,7 @@ class GradientGram(_Gram):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        Rows(gradients).add_gram(self._sums["gram"], self._limit(gradients))
+        Rows(gradients).add_gram(self._sums["gram"], self._limit)
         self._sums["rows"] += gradients.shape[0] * gradients.shape[2]
         if first_pass:
             self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
@@ -390,7 +388,7 @@ class GradientFactors(Accumulator):
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
         inputs, outputs = self._sums["input_gram"], self._sums["output_gram"]
-        add_factors(activations, gradients, self._limit(gradients), inputs, outputs)
+        add_factors(activations, gradients, self._limit, inputs, outputs)
         self._sums["rank"] += gradients.shape[0] * min(gradients.shape[2:])
 
     @property
@@ -428,7 +426,7 @@ class RangeSketch(Accumulator):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        sums, limit = self._sums["sketch"], self._limit(gradients)
+        sums, limit = self._sums["sketch"], self._limit
         if self._side == "inputs":
             rows, counts, weight = _known(activations, gradients, first_pass, weights)
             if counts:

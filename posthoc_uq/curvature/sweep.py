@@ -446,12 +446,11 @@ class Sweep:
 
 def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
     """A batch in pieces whose samples' gradients fit into memory, where the capture has any of `sample_gradients`."""
-    layers = [tracked.layer for tracked in capture.tracked.values() if tracked.layer.rule.by_gradients]
     samples = keys.shape[0]
-    if not layers or samples == 1:
+    if not capture.computed or samples == 1:
         yield batch, keys, place
         return
-    for part in chunks(samples, numbers_of(layers), 4, TEMPORARY_BYTES):
+    for part in chunks(samples, numbers_of(capture.computed), 4, TEMPORARY_BYTES):
         yield batch.narrow(part.start, part.stop - part.start, samples), keys[part], place
 
 
@@ -499,9 +498,10 @@ def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Ba
     own_count, so_far = own_samples(loader), 0
     for batch in batches(loader, reader):
         samples = count_samples(batch)
-        check_items(loader, own_count, samples)
-        if own_count is not None and so_far + samples > own_count:
-            batch, samples = batch.narrow(0, own_count - so_far, samples), own_count - so_far
+        if own_count is not None:
+            check_items(loader, samples)
+            if so_far + samples > own_count:
+                batch, samples = batch.narrow(0, own_count - so_far, samples), own_count - so_far
         if samples:
             so_far += samples
             yield batch, samples

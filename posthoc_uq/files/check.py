@@ -13,7 +13,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import validate_record
-from posthoc_uq.files.records import EvidenceRecord, SettingsRecord
+from posthoc_uq.files.records import EvidenceRecord
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.posteriors.block import LOG_DETERMINANT, PrecisionSettings, largest_of
 from posthoc_uq.posteriors.posterior import Posterior
@@ -31,7 +31,8 @@ def check_numbers(posterior: Posterior) -> None:
     likelihood = posterior.likelihood
     with _unusable():
         validate_record(EvidenceRecord, vars(posterior.evidence), "its evidence")
-        if LIKELIHOODS.get(likelihood.name) is type(likelihood):
+        # only its noise comes from the data
+        if likelihood.noise_variance is not None and LIKELIHOODS.get(likelihood.name) is type(likelihood):
             values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
             validate_record(likelihood.fields, values, "its likelihood")
         parts = {f"block '{name}'": block.tensors() for name, block in posterior.blocks.items()}
@@ -57,7 +58,6 @@ def check_settings(posterior: Posterior, *, factorised: bool) -> None:
         NonFiniteError: a number is too large, or a precision is not positive definite.
     """
     with _unusable():
-        validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
         check_together(posterior)
         known = LOG_DETERMINANT in posterior.capabilities
         factorised = factorised and any(block.factorises for block in posterior.blocks.values())

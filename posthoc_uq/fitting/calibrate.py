@@ -265,7 +265,7 @@ class _HeldOut:
                 raise PosthocUQError(
                     f"Calibration needs targets, and the loader yields inputs alone; {WITH_TARGETS}"
                 )
-            if batch.empty:
+            if batch.rows == 0:
                 continue
             tensors = (*batch.tensors, batch.targets)
             keys = sample_keys(tensors, count_samples(batch), self._split_seed).cpu()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -372,9 +373,10 @@ def _method_with_options(
     return method_of(method, of_method, others=_names_of_arguments()), prior_mean
 
 
-def _names_of_arguments() -> Iterator[str]:
-    """Of `fit`, looked up when they are read."""
-    yield from (name for name in inspect.signature(fit).parameters if name != "options")
+@cache
+def _names_of_arguments() -> list[str]:
+    """Of `fit`, one of which may have been meant by an option that a method does not take."""
+    return [name for name in inspect.signature(fit).parameters if name != "options"]
 
 
 def _prove(plan: FitPlan) -> Task:
@@ -483,7 +485,8 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None]:
     with on_all_ranks("checking the prior"):
         weight_prior = weight_prior_of(task.layers, parameters, plan.weight_precisions, plan.weight_mean)
     task.for_evidence = plan.divergence is None
-    _open_checkpoint(plan, task)
+    if plan.checkpoint is not None or world() > 1:
+        _open_checkpoint(plan, task)
     kept_inputs = None
     if plan.divergence is not None:
         kept_inputs = KeptInputs(plan.memory_budget, task.likelihood, inputs_to_keep(task.layers.values()))
@@ -505,8 +508,6 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None]:
 def _open_checkpoint(plan: FitPlan, task: Task) -> None:
     """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
     file, held_out = plan.checkpoint, plan.val_loader
-    if file is None and world() == 1:
-        return
     compared: Any = held_out is not None
     if held_out is not None and plan.method.trains:  # it chooses the epoch
         compared = data_identity(held_out, replace(plan.reader, batch_to_weights=None), plan.seed)

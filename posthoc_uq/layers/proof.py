@@ -501,11 +501,6 @@ class Prepared:
     cost: str | None = None
 
     @property
-    def deterministic(self) -> dict[str, str]:
-        """Parameters without a posterior, each with the reason."""
-        return {use.name: use.reason for use in self.table if use.reason is not None}
-
-    @property
     def last(self) -> list[TrackedLayer]:
         """Of all layers those whose use no other follows on the way to the outputs, in the order of their calls; none
         where a weight that is used in no layer's call is among them.

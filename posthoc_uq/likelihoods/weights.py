@@ -246,11 +246,11 @@ def weights_of(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> SampleW
     """The weights of a batch for its outputs. Where neither weights nor labels say which positions count, the attention
     mask does.
     """
-    weights, layout = batch.weights, likelihood.positions_of(outputs)
-    if weights is None and batch.targets is None and layout is not None:
+    weights = batch.weights
+    if weights is None and batch.targets is None and (layout := likelihood.positions_of(outputs)) is not None:
         attended = _attended(layout, outputs, batch)
         weights = None if attended is None else attended.cpu().double()
-    return sample_weights(likelihood, outputs, weights)
+    return None if weights is None else sample_weights(likelihood, outputs, weights)
 
 
 def _attended(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor | None:

@@ -169,7 +169,7 @@ class Laplace(Method):
         checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)
-        weight = _weight_of(summary)
+        weight = None if summary.weight == summary.samples else summary.weight  # each counted once
         facts: dict[str, Any] = {
             "fisher": task.fisher,
             "seed": task.plan.seed,
@@ -248,11 +248,6 @@ class Laplace(Method):
         )
 
 
-def _weight_of(summary: SweepTotals) -> float | None:
-    """The sum of the weights of a sweep's samples; None where each counted once."""
-    return None if summary.weight == summary.samples else summary.weight
-
-
 def squares_of(
     layer: Layer, task: Task, bases: Basis | None = None, *, diagonal: bool = True
 ) -> SquaredGradients:
@@ -326,7 +321,7 @@ def _combined_evidence(
     """
     samples, total = evidence.samples + sign * summary.samples, evidence.total + sign * summary.weight
     weight = None
-    if evidence.weight is not None or _weight_of(summary) is not None:
+    if evidence.weight is not None or summary.weight != summary.samples:
         # with weights a sample can go out in part, so that its number may be less than those that are left
         weight, samples = total, max(1, samples)
     if samples < 1 or total < _SMALLEST_REST * evidence.total:

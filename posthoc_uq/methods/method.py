@@ -49,6 +49,10 @@ class Method(Options, ABC):
     weighs_samples: ClassVar[bool] = False
     """Whether samples may have weights (`posthoc_uq.fit`, ``batch_to_weights``)."""
 
+    trains: ClassVar[bool] = False
+    """Whether it optimises the variances themselves. Then the fit fixes the prior, and held-out data choose the
+    epoch."""
+
     takes_gradients: ClassVar[bool] = False
     """Whether gradients of each sample are all that it needs of a layer, so that weights that a model's own code
     computes can have a posterior."""
@@ -57,13 +61,6 @@ class Method(Options, ABC):
     dtype: torch.dtype | None = None
     memory_budget: Bytes | None = None
     checkpoint_every: Count = field(default=100, metadata=WITHOUT_EFFECT)
-
-    @property
-    def trains(self) -> bool:
-        """Whether it optimises the variances themselves. Then the fit fixes the prior, and held-out data choose the
-        epoch.
-        """
-        return False
 
     @property
     def calibrates_prior(self) -> bool:

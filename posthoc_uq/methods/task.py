@@ -55,11 +55,6 @@ LARGE_EMBEDDING = 4096
 large, and few of its rows occur in a batch."""
 
 
-def has_diagonal_alone(layer: Layer) -> bool:
-    """Whether a layer is too large for Kronecker factors."""
-    return layer.kind == Lookup.kind and layer.inputs > LARGE_EMBEDDING
-
-
 class NothingPickedError(PosthocUQError):
     """A share of the samples holds none of them.
 
@@ -169,7 +164,11 @@ class Task:
     @property
     def factored(self) -> dict[str, Layer]:
         """Those of them that can have Kronecker factors: large embeddings have a diagonal alone."""
-        return {name: layer for name, layer in self.layers.items() if not has_diagonal_alone(layer)}
+        return {
+            name: layer
+            for name, layer in self.layers.items()
+            if layer.kind != Lookup.kind or layer.inputs <= LARGE_EMBEDDING
+        }
 
     def take_labels(self, fisher: FisherChoice, n_samples: int, joint: bool = False) -> None:
         """Settle which labels the Fisher of the sweeps is an expectation over.
@@ -294,16 +293,28 @@ class Task:
             observers=() if self.observed or share < 1 else self.observers,
         )
         with self.timed(description):
-            sums, summary = self.part(description, lambda: self._swept(sweep, share, description))
-            self.restored = sums is not sweep.sums
-            if self.restored and self.checkpoint is not None:
-                with self.checkpoint.reading(f"its sums for {description} are of another kind"):
-                    sweep.restore({"sums": sums, "summary": summary})
+            if self.checkpoint is None:
+                self._run_through(sweep, share, description)
+            else:
+                self._take_or_run(sweep, share, description, self.checkpoint)
         self.summary = sweep.summary
         return self.summary.weight
 
-    def _swept(self, sweep: Sweep, share: float, description: str) -> tuple[Tensors, State]:
-        """The sums and the summary of a sweep once all processes are through with it."""
+    def _take_or_run(self, sweep: Sweep, share: float, description: str, checkpoint: Checkpoint) -> None:
+        """Take the results of a sweep from the checkpoint, or else run it."""
+
+        def work() -> tuple[Tensors, State]:
+            self._run_through(sweep, share, description)
+            return sweep.sums, sweep.summary.state_dict()
+
+        sums, summary = self.part(description, work)
+        self.restored = sums is not sweep.sums
+        if self.restored:
+            with checkpoint.reading(f"its sums for {description} are of another kind"):
+                sweep.restore({"sums": sums, "summary": summary})
+
+    def _run_through(self, sweep: Sweep, share: float, description: str) -> None:
+        """Show a sweep the data of this process, and add up what those of all processes saw."""
         plan, checkpoint = self.plan, self.checkpoint
         with on_all_ranks(f"the sweep for {description}"):
             state = None if checkpoint is None else checkpoint.take_running(description)
@@ -324,29 +335,30 @@ class Task:
             {(a, b): tensor for a, group in sweep.sums.items() for b, tensor in group.items()},
             f"the sum for {description}",
         )
-        repetitive = all(gather(sweep.summary.repetitive, f"the sum for {description}"))
+        drawn = self.fisher == "mc" and not self.summary.seen
+        repetitive = drawn and all(gather(sweep.summary.repetitive, f"the sum for {description}"))
         sweep.summary = _merged(sweep.summary)
-        self._check_seen(sweep.summary, share, repetitive)
+        self._check_seen(sweep.summary, share)
+        if repetitive:
+            warn_user(
+                "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
+                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
+            )
         self.observed = self.observed or share == 1
-        return sweep.sums, sweep.summary.state_dict()
 
-    def _check_seen(self, summary: SweepTotals, share: float, repetitive: bool) -> None:
+    def _check_seen(self, summary: SweepTotals, share: float) -> None:
         """Refuse what a sweep saw of the data where it is not what the last one saw, or nothing."""
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
                 f"it must give the same data every time."
             )
-        self._check_content(summary.content)
+        if self.restored:
+            self._check_content(summary.content)
         if summary.samples == 0:
             raise NothingPickedError(share, summary.seen)
         if summary.weight == 0:
             raise no_weight_error()
-        if self.fisher == "mc" and repetitive and not self.summary.seen:
-            warn_user(
-                "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
-                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
-            )
 
     def count(self, shown: Callable[[int, Batch], None] | None = None) -> int:
         """The samples of the data, by one pass without the model; the number and the arguments of every batch are shown
@@ -408,7 +420,7 @@ class Task:
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},
             likelihood or self.likelihood,
             evidence,
-            History(notes, dict(self.prepared.deterministic)),
+            History(notes, {use.name: use.reason for use in self.prepared.table if use.reason is not None}),
             trained_mean=trained_mean,
             settings=settings,
             model=self.model,
@@ -424,7 +436,9 @@ class Task:
         content = DataHash()
 
         self.show(self.prepared.capture, [*self.observers, content], "looking at the data")
-        self._check_content(sum(gather(content.total, "comparing the data")) % WORD)
+        total = sum(gather(content.total, "comparing the data")) % WORD
+        if self.restored:
+            self._check_content(total)
         self.observed = True
 
     def show(self, capture: Capture, observers: Sequence[Observer], doing: str) -> None:
@@ -436,8 +450,8 @@ class Task:
             )
 
     def _check_content(self, content: int) -> None:
-        """Refuse data of all processes that are not those of the last sweep, where that came from the checkpoint."""
-        if self.restored and content != self.summary.content:
+        """Refuse data of all processes that are not those of the last sweep, which came from the checkpoint."""
+        if content != self.summary.content:
             if self.checkpoint is not None:
                 self.checkpoint.drop_running()  # sums of both data
             raise PosthocUQError(

@@ -7,7 +7,6 @@ What the prior precision means for every weight stands here: `Posterior.prior_pr
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -393,8 +392,8 @@ class Posterior:
         """This posterior with other values of some attributes, on which no others depend: its model, history, features,
         prior of single weights, fingerprints.
         """
-        new = copy.copy(self)
-        vars(new).update(attributes)
+        new = object.__new__(type(self))
+        vars(new).update(vars(self) | attributes)
         if "weight_prior" in attributes:
             new._clear_caches()
         return new

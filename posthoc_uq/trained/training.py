@@ -222,6 +222,7 @@ class Training(Method, Generic[Trained]):
         prior_precision: of the weights; 1 by default.
     """
 
+    trains: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     default_prior: ClassVar[str] = "the default"
@@ -236,10 +237,6 @@ class Training(Method, Generic[Trained]):
     patience: Count | None = None
     val_draws: Count = 10
     prior_precision: Magnitude | None = None
-
-    @property
-    def trains(self) -> bool:
-        return True
 
     @property
     def precision(self) -> float:

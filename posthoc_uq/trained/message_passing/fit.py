@@ -252,6 +252,7 @@ class MessagePassing(Method):
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
     """
 
+    trains: ClassVar[bool] = True
     name: ClassVar[str] = "message_passing"
     block_kinds: ClassVar[tuple[str, ...]] = ("messages", "joint_messages")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
@@ -282,10 +283,6 @@ class MessagePassing(Method):
     def means(self) -> str:
         """Of the prior, by name."""
         return self.prior or ("zero" if self.layers == "last" else "spectral")
-
-    @property
-    def trains(self) -> bool:
-        return True
 
     @property
     def calibrates_prior(self) -> bool:
