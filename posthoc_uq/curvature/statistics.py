@@ -442,6 +442,34 @@ class RangeSketch(Accumulator):
         return self._sums["sketch"] / count
 
 
+class SketchedGradientGram(RangeSketch):
+    """The leading eigenvectors of ``G`` of `GradientGram`, which is never formed, and its trace.
+
+    Args:
+        test_matrix: ``Omega``, ``(groups, outputs, width)``.
+        budget: bytes that one temporary may take.
+    """
+
+    def __init__(self, test_matrix: Tensor, budget: int) -> None:
+        super().__init__("outputs", test_matrix, budget)
+        device = test_matrix.device
+        self._sums["trace"] = torch.zeros(len(test_matrix), dtype=widest_dtype(device), device=device)
+
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
+        super().add(activations, gradients, first_pass, weights)
+        self._sums["trace"] += gradients.square().sum((0, 2, 3)).to(self._sums["trace"])
+
+    def trace(self, samples: float) -> Tensor:
+        """Of the mean over all positions, ``(groups,)``."""
+        return self._sums["trace"] / (self._sums["positions"].item() or 1.0)
+
+    def positions(self, samples: float) -> Tensor:
+        """See `GradientGram`."""
+        return self._sums["positions"] / samples
+
+
 class SquaredGradients(Accumulator):
     """The exact diagonal of the Fisher, the eigenvalues in a Kronecker-factored basis, or both.
 

@@ -279,6 +279,7 @@ _TEMPERATURE_TOLERANCE = 1e-4  # decades of a matched temperature
 _MAX_FLAT_SPREAD = 0.05  # standard deviation of logits over inputs, worth a thousandth of a nat
 _MAX_POSITIONS, _MAX_OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _MIN_INPUTS = 16  # ... but so many inputs in any case
+_MAX_CLASSES, _MIN_OF_CLASSES = 2**17, 32  # outputs in all of inputs without positions, and the fewest inputs
 
 
 class Divergence(Score):
@@ -474,7 +475,8 @@ AnyDivergence = TypeVar("AnyDivergence", bound=Divergence)
 
 def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -> Sequence[Batch]:
     """The first of the inputs, with some thousand positions in all that count: each position's prediction counts by
-    itself, and all outputs are kept in memory and predicted many times. Without positions all inputs.
+    itself, and all outputs are kept in memory and predicted many times. Without positions all inputs, or those of
+    `_MAX_CLASSES` outputs: of many classes, whose predictions are dear, the mean over fewer inputs is near enough.
     """
     chosen: list[Batch] = []
     taken = positions = numbers = 0
@@ -485,7 +487,7 @@ def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -
             outputs = probe.copied().call(network)
         layout = predictor.posterior.likelihood.positions_of(outputs)
         if layout is None:
-            return inputs
+            return _first_of(inputs, max(_MIN_OF_CLASSES, _MAX_CLASSES // max(1, outputs[0].numel())))
         whole = outputs[:1].expand(samples, *outputs.shape[1:])
         sums = counted_positions(layout, whole, batch).sum(1).cumsum(0).cpu() + positions
         places = torch.arange(1, samples + 1, device="cpu")
@@ -496,6 +498,18 @@ def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -
         if fitting < samples:
             break
         taken, positions, numbers = taken + samples, int(sums[-1]), numbers + samples * outputs[0].numel()
+    return chosen
+
+
+def _first_of(inputs: Sequence[Batch], number: int) -> Sequence[Batch]:
+    """The first so many of the inputs."""
+    chosen, left = list[Batch](), number
+    for batch in inputs:
+        samples = count_samples(batch)
+        chosen.append(batch if samples <= left else batch.narrow(0, left, samples))
+        left -= samples
+        if left <= 0:
+            break
     return chosen
 
 

@@ -35,7 +35,7 @@ TOP = 10  # classes that "topk" takes
 ONE_POSITION = Layout(class_dim=-1)
 """The layout of outputs ``(samples, outputs)``."""
 _COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
-_MAX_SPREAD = 2**16  # logits whose covariance is reduced to its leading directions at once
+_MAX_SPREAD = 2**18  # logits whose covariance is reduced to its leading directions at once
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 _COMPARED_POSITIONS = 256  # positions at which a layer's outputs are compared with the model's
 _OPENED = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RNNBase

@@ -20,15 +20,17 @@ from posthoc_uq.core.batches import check_reusable
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.distributed import gather, world
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.numerics import eigh_descending
+from posthoc_uq.core.numerics import eigh_descending, nystrom
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.progress import Progress
+from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.curvature.statistics import (
     GradientFactors,
     GradientGram,
     InputGram,
     JointFisher,
+    SketchedGradientGram,
     SquaredGradients,
 )
 from posthoc_uq.curvature.sweep import SweepTotals
@@ -45,6 +47,7 @@ from posthoc_uq.posteriors.laplace import (
     EigenvalueCorrectedBlock,
     FactorsOf,
     KroneckerBlock,
+    WideKroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence
@@ -410,26 +413,30 @@ class KFAC(Laplace):
     """
 
     name: ClassVar[str] = "kfac"
-    block_kinds: ClassVar[tuple[str, ...]] = ("kfac", "diagonal")
+    block_kinds: ClassVar[tuple[str, ...]] = ("kfac", "kfac_wide", "diagonal")
 
     keep_grams: bool = False
 
     def blocks(self, task: Task) -> dict[str, Block]:
         forms = _forms(task)
-        sums, diagonals, samples = _sweep_for_factors(task, forms)
+        sums, diagonals, samples = _sweep_for_factors(task, forms, wide=not self.keep_grams)
         _with_later_positions(task, forms, sums, samples)
         factors = _decomposed(task, sums, samples, self.keep_grams)
-        return {
-            name: KroneckerBlock(**factors[name], factors_of=forms[name])
-            if name in factors
-            else DiagonalBlock(**diagonals[name])
-            for name in task.layers
-        }
+
+        def block(name: str) -> Block:
+            if name not in factors:
+                return DiagonalBlock(**diagonals[name])
+            if "output_rest" in factors[name]:
+                return WideKroneckerBlock(**factors[name])
+            return KroneckerBlock(**factors[name], factors_of=forms[name])
+
+        return {name: block(name) for name in task.layers}
 
     def check_update(self, posterior: Posterior) -> None:
         super().check_update(posterior)
         if any(
-            isinstance(block, KroneckerBlock) and block.input_gram is None
+            isinstance(block, WideKroneckerBlock)
+            or (isinstance(block, KroneckerBlock) and block.input_gram is None)
             for block in posterior.blocks.values()
         ):
             raise PosthocUQError(
@@ -451,7 +458,11 @@ class KFAC(Laplace):
         return means | diagonals
 
 
-Factors = tuple[InputGram, GradientGram] | tuple[GradientFactors]
+Factors = tuple[InputGram, GradientGram | SketchedGradientGram] | tuple[GradientFactors]
+
+WIDE = 1024
+"""Outputs of a layer above which KFAC keeps the leading `_KEPT` directions of them, and forms no Gram."""
+_KEPT, _OVERSAMPLING = 256, 16  # where samples have no more ranks than these, nothing is left out
 
 
 def _forms(task: Task) -> dict[str, FactorsOf]:
@@ -470,12 +481,12 @@ def _forms(task: Task) -> dict[str, FactorsOf]:
 
 
 def _sweep_for_factors(
-    task: Task, forms: Mapping[str, FactorsOf]
+    task: Task, forms: Mapping[str, FactorsOf], wide: bool = False
 ) -> tuple[dict[str, Factors], Tensors, float]:
     """After one sweep the factors of every layer that can have some, the diagonal of the others, and the sum of the
-    samples' weights.
+    samples' weights; with `wide`, of layers of very many outputs by a sketch.
     """
-    sums = _factors_of(task, forms)
+    sums = _factors_of(task, forms, wide)
     squares = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
     samples = task.sweep({**sums, **{name: [one] for name, one in squares.items()}}, "Kronecker factors")
     return sums, {name: {"diagonal": one.diagonal(samples)} for name, one in squares.items()}, samples
@@ -491,7 +502,7 @@ def _with_later_positions(
     later = {
         name
         for name, gram in gradients.items()
-        if isinstance(gram, GradientGram) and float(gram.positions(samples)) > 1 + 1e-9
+        if not isinstance(gram, GradientFactors) and float(gram.positions(samples)) > 1 + 1e-9
     }
     if later:
         check_reusable(task.loader, 2)
@@ -500,20 +511,24 @@ def _with_later_positions(
         task.sweep({name: sums[name] for name in later}, "Kronecker factors, again")
 
 
-def _factors_of(task: Task, forms: Mapping[str, FactorsOf]) -> dict[str, Factors]:
+def _factors_of(task: Task, forms: Mapping[str, FactorsOf], wide: bool = False) -> dict[str, Factors]:
     """Accumulators of every layer that can have factors."""
     found: dict[str, Factors] = {}
     dtype, device, budget = task.plan.dtype, task.device, task.plan.memory_budget
-    for name, layer in task.factored.items():
+    for number, (name, layer) in enumerate(task.factored.items()):
         groups, outputs, inputs = layer.matrix_shape
-        found[name] = (
-            (GradientFactors(layer.matrix_shape, dtype, device, budget),)
-            if forms[name] == "gradients"
-            else (
-                InputGram(groups, inputs, dtype, device, budget),
-                GradientGram(groups, outputs, dtype, device, budget),
-            )
-        )
+        if forms[name] == "gradients":
+            found[name] = (GradientFactors(layer.matrix_shape, dtype, device, budget),)
+            continue
+        of_outputs: GradientGram | SketchedGradientGram
+        if wide and outputs > WIDE:
+            generator = torch.Generator().manual_seed(mixed_seed(task.plan.seed, number))
+            width = _KEPT + _OVERSAMPLING
+            normals = torch.randn(groups, outputs, width, generator=generator, dtype=dtype, device="cpu")
+            of_outputs = SketchedGradientGram(normals.to(device), budget)
+        else:
+            of_outputs = GradientGram(groups, outputs, dtype, device, budget)
+        found[name] = InputGram(groups, inputs, dtype, device, budget), of_outputs
     return found
 
 
@@ -523,6 +538,7 @@ def _means(factors: Factors, samples: float) -> dict[str, Tensor]:
         means = factors[0].means(samples)
         return {**means, "positions": means["positions"].to(means["input_gram"])}
     inputs, outputs = factors
+    assert isinstance(outputs, GradientGram)  # what is added up later is whole
     grams = {"input_gram": inputs.mean(samples), "output_gram": outputs.mean(samples)}
     return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}
 
@@ -532,9 +548,13 @@ def _decomposed(task: Task, sums: dict[str, Factors], samples: float, keep_grams
 
     def decompose(name: str) -> dict[str, Tensor]:
         factors = sums.pop(name)
+        inputs, outputs = factors[0], factors[-1]
+        if isinstance(outputs, SketchedGradientGram):
+            assert isinstance(inputs, InputGram)
+            return _of_wide(inputs, outputs, samples)
         means = _means(factors, samples)
         input_rows, output_rows = [
-            one.rank if isinstance(one, GradientFactors) else one.rows for one in (factors[0], factors[-1])
+            one.rank if isinstance(one, GradientFactors) else one.rows for one in (inputs, outputs)
         ]
         input_values, input_basis = eigh_descending(means["input_gram"], input_rows)
         output_values, output_basis = eigh_descending(means["output_gram"], output_rows)
@@ -547,6 +567,24 @@ def _decomposed(task: Task, sums: dict[str, Factors], samples: float, keep_grams
         }
 
     return task.distribute({name: partial(decompose, name) for name in list(sums)}, "eigenbases")
+
+
+def _of_wide(inputs: InputGram, outputs: SketchedGradientGram, samples: float) -> dict[str, Tensor]:
+    """The same of a layer with very many outputs, see `WideKroneckerBlock`."""
+    input_values, input_basis = eigh_descending(inputs.mean(samples), inputs.rows)
+    values, basis = (found[..., :_KEPT] for found in nystrom(outputs.mean(samples), outputs.test_matrix))
+    rounding = torch.finfo(values.dtype).eps * values.shape[-1] ** 0.5
+    values = values.masked_fill(values < rounding * values[..., :1], 0.0)
+    trace = outputs.trace(samples)
+    left = trace - values.to(trace).sum(-1)
+    left = left.masked_fill(left < rounding * trace, 0.0) / (basis.shape[-2] - basis.shape[-1])
+    return {
+        "input_basis": input_basis,
+        "output_basis": basis.contiguous(),
+        "input_eigenvalues": input_values,
+        "output_eigenvalues": values,
+        "output_rest": left.to(values),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1031,6 +1031,89 @@ class Kronecker(Independent):
         return product
 
 
+class WideKronecker(Kronecker):
+    """``(U U_A) diag(1 / P) (U U_A)^T + ((1 - U U^T) U_A) diag(1 / p) (...)^T``, with few orthonormal columns ``U`` of
+    the outputs' space: `Kronecker` where all other directions of the outputs have the same precision.
+
+    Args:
+        input_basis: ``U_A``, ``(G, n, n)``.
+        output_basis: ``U``, ``(G, m, k)``.
+        precision: ``P``, ``(G, k, n)``, in float64.
+        others: ``p``, of a direction of the outputs orthogonal to ``U``, ``(G, 1, n)``, in float64.
+    """
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor, others: Tensor) -> None:
+        outputs, kept = output_basis.shape[-2:]
+        # output gradients are contracted by their parts along U, and then by what is left of them
+        both = torch.cat([precision, others.expand(-1, outputs, -1)], 1)
+        super().__init__(input_basis, output_basis, both)
+        self._log_determinant = self._log_determinant - kept * log_sum(others)
+        self._inside, self._others = (each.reciprocal().to(input_basis) for each in (precision, others))
+
+    def _with_both(self, columns: Tensor, inside: Tensor, others: Tensor) -> Tensor:
+        """``U diag(inside) U^T x + diag(others) (x - U U^T x)`` of columns ``(..., G, m, any)``, entry by entry."""
+        basis = self._output_basis.to(columns)
+        turned = basis.transpose(-1, -2) @ columns
+        return others * columns + basis @ ((inside - others) * turned)
+
+    def transform(self, normals: Tensor) -> Tensor:
+        scaled = self._with_both(normals, self._inside.sqrt().to(normals), self._others.sqrt().to(normals))
+        return scaled @ self._input_basis.transpose(-1, -2).to(normals)
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        rotated = jacobians @ self._input_basis.to(jacobians)
+        roots = self._inside.sqrt().to(jacobians), self._others.sqrt().to(jacobians)
+        return self._with_both(rotated, *roots).flatten(1)
+
+    @cached_property
+    def _variances(self) -> Tensor:
+        return self._by_outputs(self._inside) @ self._input_basis.square().transpose(-1, -2)
+
+    def _by_outputs(self, weights: Tensor) -> Tensor:
+        """Of each output and direction of the inputs, ``(G, m, n)``."""
+        shares = self._output_basis.to(weights).square()
+        outside = (1 - shares.sum(-1, keepdim=True)).clamp(min=0)
+        return shares @ weights + outside * self._others.to(weights)
+
+    @cached_property
+    def square_weights(self) -> Tensor:
+        return self._by_outputs(self._inside.to(self.dtype))
+
+    def _rotated_outputs(self, gradients: Tensor) -> Tensor:
+        basis = self.bases[1]
+        inside = rotate_output_gradients(gradients, basis)
+        return torch.cat([inside, gradients - rotate_output_gradients(inside, basis.transpose(-1, -2))], 3)
+
+    # Outputs
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        inputs = as_double(self._input_basis[0])
+        second = self._second_moments(as_double(mean) @ inputs, None, joint)
+        if covariance is not None:
+            second = second + torch.einsum("ia,rij,ja->ra", inputs, as_double(covariance), inputs)
+        inside, others = (as_double(each[0]) @ second.unsqueeze(-1) for each in (self._inside, self._others))
+        unit = torch.eye(self._output_basis.shape[-2], dtype=second.dtype, device=second.device)
+        basis = as_double(self._output_basis[0])
+        found = others * unit + (basis * (inside - others).transpose(-1, -2)) @ basis.T
+        return joined_rows(found, joint)
+
+    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        input_basis, output_basis = (basis[0] for basis in self.bases)
+        squares = (activations @ input_basis).square().T
+        inside = (self._inside[0].to(squares) @ squares).unsqueeze(-1)  # (k, rows, 1)
+        others = (self._others[0].to(squares) @ squares).unsqueeze(-1)
+
+        def product(x: Tensor) -> Tensor:  # one product for all rows
+            columns = x.transpose(0, 1)
+            turned = (output_basis.T @ columns.flatten(1)).unflatten(1, columns.shape[1:])
+            found = (output_basis @ ((inside - others) * turned).flatten(1)).unflatten(1, columns.shape[1:])
+            return (found + others * columns).transpose(0, 1)
+
+        return product
+
+
 class DenseRows(Covariance):
     """``P = R R^T`` of independent rows, each of one Gaussian: ``R`` is ``(G, m, n, n)``, in float64. Of a block of
     several layers there is one row, ``(1, 1, weights)``.

@@ -32,7 +32,14 @@ from posthoc_uq.posteriors.block import (
     largest_of,
     unpacked,
 )
-from posthoc_uq.posteriors.covariance import Covariance, DenseRows, DiagonalPrecision, Kronecker, Variances
+from posthoc_uq.posteriors.covariance import (
+    Covariance,
+    DenseRows,
+    DiagonalPrecision,
+    Kronecker,
+    Variances,
+    WideKronecker,
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -173,6 +180,65 @@ class KroneckerBlock(_EigenbasisBlock):
 def _traces(grams: Tensor) -> Tensor:
     """Of every matrix, ``(..., 1, 1)``."""
     return grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+
+
+_KEPT = Size("kept_outputs", 1, OUTPUTS)
+
+
+@dataclass(eq=False, repr=False)
+class WideKroneckerBlock(Block):
+    """KFAC of a layer with very many outputs: `KroneckerBlock` with the leading directions of the outputs alone.
+
+    ``G ~ U diag(s_G) U^T + s (1 - U U^T)``, where ``s`` keeps the trace. With as many directions as ``G`` has ranks it
+    is exact, with ``s = 0``.
+
+    Attributes:
+        input_basis: ``U_A``, ``(groups, inputs, inputs)``; inputs include the bias's column.
+        output_basis: ``U``, ``(groups, outputs, kept)``.
+        input_eigenvalues: ``s_A``, ``(groups, inputs)``.
+        output_eigenvalues: ``s_G``, ``(groups, kept)``.
+        output_rest: ``s``, ``(groups,)``.
+    """
+
+    kind = "kfac_wide"
+    makes = WideKronecker
+
+    input_basis: Annotated[Tensor, TensorField(GROUPS, INPUTS, INPUTS, orthonormal=True)]
+    output_basis: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, _KEPT, orthonormal=True)]
+    input_eigenvalues: Annotated[Tensor, TensorField(GROUPS, INPUTS, non_negative=True)]
+    output_eigenvalues: Annotated[Tensor, TensorField(GROUPS, _KEPT, non_negative=True)]
+    output_rest: Annotated[Tensor, TensorField(GROUPS, non_negative=True)]
+
+    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """Of the Fisher, in the directions ``(G, k, n)`` and outside of them ``(G, 1, n)``."""
+        inputs = self.input_eigenvalues.unsqueeze(-2)
+        return self.output_eigenvalues.unsqueeze(-1) * inputs, self.output_rest[:, None, None] * inputs
+
+    def leading(self) -> tuple[Tensor, Tensor, Tensor]:
+        kept = slice(_LEADING)
+        return (
+            self.input_basis[..., kept],
+            self.output_basis[..., kept],
+            self._eigenvalues()[0][:, kept, kept],
+        )
+
+    def covariance(self, settings: PrecisionSettings) -> WideKronecker:
+        inside, others = (settings.precision(values) for values in self._eigenvalues())
+        return WideKronecker(self.input_basis, self.output_basis, inside, others)
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        basis, (inside, others) = self.output_basis, self._eigenvalues()
+        of_inputs = self.input_basis.unsqueeze(-3) * torch.cat([inside, others], 1).unsqueeze(-2)
+        of_inputs = of_inputs @ self.input_basis.transpose(-1, -2).unsqueeze(-3)  # (G, k + 1, n, n)
+        unit = torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
+        outside = unit - basis @ basis.transpose(-1, -2)
+        of_outputs = torch.cat([torch.einsum("gok,gpk->gkop", basis, basis), outside.unsqueeze(1)], 1)
+        found = torch.einsum("gkop,gkij->goipj", of_outputs, of_inputs)
+        return scale * found.flatten(3).flatten(1, 2)
+
+    def largest_value(self, settings: PrecisionSettings) -> float:
+        largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
+        return settings.largest_precision(largest)
 
 
 @dataclass(eq=False, repr=False)
