@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import le
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ MAX_KEPT = 256  # inputs, where the memory budget allows that many
 _MANY_WEIGHTS = 2_000_000  # with more weights a quarter of that: every prediction of them is long
 _CHOOSING = "choosing the inputs of the faithful prior"
 _BATCH_SIZE = 64  # kept inputs in one batch
+_MAX_JOINED = 1024, 2**16  # samples, and numbers in their inputs, of batches that are joined
 
 
 def inputs_to_keep(layers: Iterable[Layer]) -> int:
@@ -49,16 +51,17 @@ class _Samples:
     whole: bool
 
     @staticmethod
-    def of(batch: Batch, samples: int, places: Tensor) -> _Samples:
-        """Copies of the samples at `places` of a batch of `samples`."""
-        batch = batch.kept() if batch.whole else batch
+    def of(batch: Batch, samples: int, places: Tensor | None = None) -> _Samples:
+        """Copies of the samples at `places` of a batch of `samples`, or of all."""
+        batch = batch.kept() if batch.whole or places is None else batch
         leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
         counted = [holds_samples(value, samples) for value in leaves]
-        cut = [
-            v[places.to(v.device)] if c else v.clone() if isinstance(v, Tensor) else v
-            for v, c in zip(leaves, counted, strict=True)
-        ]
-        return _Samples(cut, form, counted, batch.whole)
+        if places is not None:
+            leaves = [
+                v[places.to(v.device)] if c else v.clone() if isinstance(v, Tensor) else v
+                for v, c in zip(leaves, counted, strict=True)
+            ]
+        return _Samples(leaves, form, counted, batch.whole)
 
     def joins(self, other: _Samples) -> bool:
         """Whether one batch can hold both: samples of one shape, and all else the same."""
@@ -83,6 +86,32 @@ def _alike(counted: bool, first: Any, second: Any) -> bool:
     if counted:
         return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
     return first.dtype == second.dtype and torch.equal(first, second)
+
+
+def joined(loaded: Iterable[Batch]) -> Iterator[Batch]:
+    """Batches in their order, several of few samples and numbers as one: a small network takes as long for a few rows
+    as for many.
+    """
+    waiting, size = list[_Samples](), (0, 0)
+    for batch in loaded:
+        own = count_samples(batch), sum(tensor.numel() for tensor in batch.tensors)
+        small = not batch.whole and all(
+            2 * number <= most for number, most in zip(own, _MAX_JOINED, strict=True)
+        )
+        samples = _Samples.of(batch, own[0]) if small else None
+        size = size[0] + own[0], size[1] + own[1]
+        if waiting and (
+            samples is None or not (all(map(le, size, _MAX_JOINED)) and waiting[0].joins(samples))
+        ):
+            yield _Samples.joined(waiting)
+            waiting, size = [], own
+        if samples is None:
+            yield batch
+            size = 0, 0
+        else:
+            waiting.append(samples)
+    if waiting:
+        yield _Samples.joined(waiting)
 
 
 Part = tuple[Batch, Tensor, str]

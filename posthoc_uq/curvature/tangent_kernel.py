@@ -196,16 +196,18 @@ def tangent_kernel(
         raise UnsupportedLayerError(
             "The gradients of no trained layer of the untrained network could be caught."
         )
-    kernel: Tensor | float = 0.0
+    counts = [count_samples(batch) for batch in batches]
+    kernel = torch.zeros(sum(counts), sum(counts), dtype=torch.float64, device="cpu")
     for pairs in rows.values():
-        a, b = (as_double(torch.cat(parts)).transpose(0, 1) for parts in zip(*pairs, strict=True))
-        kernel = kernel + ((a @ a.mT) * (b @ b.mT)).sum(0)
+        a, b = (as_double(torch.cat(parts)) for parts in zip(*pairs, strict=True))
+        for group in range(a.shape[1]):
+            of_inputs, of_outputs = a[:, group], b[:, group]
+            kernel.addcmul_(of_inputs @ of_inputs.T, of_outputs @ of_outputs.T)
     for parts in gradients.values():
         every = torch.cat(parts)
         for columns in every.split(1 << 14, dim=1):
             wide = as_double(columns)
-            kernel = kernel + wide @ wide.T
-    assert isinstance(kernel, Tensor)
+            kernel.addmm_(wide, wide.T)
     if not bool(kernel.isfinite().all()):
         raise NonFiniteError("The tangent kernel of the untrained network is not finite.")
     if not bool(kernel.diagonal().any()):

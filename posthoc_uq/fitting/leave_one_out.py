@@ -24,8 +24,9 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
-from posthoc_uq.fitting.faithful import model_of
+from posthoc_uq.fitting.faithful import backward_dominates, model_of
 from posthoc_uq.layers.proof import prepare
 from posthoc_uq.posteriors.history import LeaveOneOut, LeftOutRecord
 from posthoc_uq.posteriors.posterior import Posterior
@@ -38,6 +39,8 @@ Groups = Sequence[Any] | Tensor | Callable[[Any], Any]
 RIDGES = tuple(10.0 ** (0.25 * step) for step in range(-24, 9))  # 1e-6 to 1e2
 MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
+
+_SOLVED_AT_ONCE = 256  # columns
 
 INITIALISATIONS = 3  # untrained networks that are averaged
 FEW_SAMPLES = 2048  # up to which a fit does this unasked, in some five seconds; half a second for 1,000
@@ -115,9 +118,17 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     units = samples if members is None else len(members)
     all_inverse_values = 1 / (values.unsqueeze(1) + values.new_tensor(RIDGES))
     diagonals = vectors.square() @ all_inverse_values  # of A^-1, for every ridge
+    # of all ridges by few products, which read the eigenvectors once
+    scaled, columns = all_inverse_values.T.unsqueeze(2) * rotated, rotated.shape[1]
+    all_solved = (
+        each
+        for part in scaled.split(max(1, _SOLVED_AT_ONCE // columns))
+        for each in (vectors @ part.transpose(0, 1).flatten(1)).split(columns, dim=1)
+    )
     best: LeftOut | None = None
-    for ridge, inverse_values, diagonal in zip(RIDGES, all_inverse_values.T, diagonals.T, strict=True):
-        solved = vectors @ (inverse_values.unsqueeze(1) * rotated)
+    for ridge, inverse_values, diagonal, solved in zip(
+        RIDGES, all_inverse_values.T, diagonals.T, all_solved, strict=True
+    ):
         if members is None:
             residuals = solved / diagonal.unsqueeze(1)
         else:
@@ -259,10 +270,11 @@ def set_by_leave_one_out(
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
+    few = data if backward_dominates(posterior) else list(joined(data))
     with Progress("untrained networks", "networks", progress, len(starts)) as bar:
         for number, start in enumerate(starts):
             part = tangent_kernel(
-                start(), data, mixed_seed(seed, number), proof.tracked.values(), trained or None
+                start(), few, mixed_seed(seed, number), proof.tracked.values(), trained or None
             )
             kernel += part / part.diagonal().mean()
             bar.advance()
