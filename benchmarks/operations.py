@@ -12,9 +12,9 @@ read or write a tensor of this type. "Host reads" are numbers and tensors that P
 tensors that would be on the host anyway count too, and copies to it do not.
 
 A prediction is a later one of a batch with its probabilities read, through the linearised head with INF's posterior and
-ten outputs. "Sweep's batch" and "search's trial" are the medians of all batches and trials of a fit by default.
-"Above forward" are the operations less those of a forward pass, "over forth and back" in units of those of a forward
-and a backward pass.
+ten outputs. "Sweep's batch" and "search's trial" are the medians of all batches and trials of a fit by default,
+"calibrate" is a call with the inputs of that fit. "Above forward" are the operations less those of a forward pass,
+"over forth and back" in units of those of a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -242,6 +242,9 @@ def measure(name: str, device: torch.device | str = "cpu") -> list[Row]:
         found[f"sweep's batch, {layers}"] = middle(swept)
         found[f"search's trial, {layers}"] = middle(tried)
         found[f"fit, {layers}"] = operations.counts
+        found[f"calibrate, {layers}"] = counted(
+            lambda posterior=posterior: uq.calibrate(posterior, batches, progress=False), device
+        )
     plain, both = found["forward"].operations, found["forth and back"].operations
     return [
         {"case": name, "what": what, **asdict(counts)}

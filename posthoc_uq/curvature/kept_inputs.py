@@ -26,7 +26,8 @@ MAX_KEPT = 256  # inputs, where the memory budget allows that many
 _MANY_WEIGHTS = 2_000_000  # with more weights a quarter of that: every prediction of them is long
 _CHOOSING = "choosing the inputs of the faithful prior"
 _BATCH_SIZE = 64  # kept inputs in one batch
-_MAX_JOINED = 1024, 2**16  # samples, and numbers in their inputs, of batches that are joined
+_MAX_JOINED = 512, 2**16  # samples, and numbers in their inputs, of batches that are joined
+_WIDTH = 64  # numbers that a token becomes
 
 
 def inputs_to_keep(layers: Iterable[Layer]) -> int:
@@ -94,10 +95,13 @@ def joined(loaded: Iterable[Batch]) -> Iterator[Batch]:
     """
     waiting, size = list[_Samples](), (0, 0)
     for batch in loaded:
-        own = count_samples(batch), sum(tensor.numel() for tensor in batch.tensors)
-        small = not batch.whole and all(
-            2 * number <= most for number, most in zip(own, _MAX_JOINED, strict=True)
+        own = (
+            count_samples(batch),
+            sum(tensor.numel() * (1 if tensor.is_floating_point() else _WIDTH) for tensor in batch.tensors),
         )
+        small = all(2 * number <= most for number, most in zip(own, _MAX_JOINED, strict=True))
+        small = small and not batch.whole and batch.weights is None
+        small = small and (batch.targets is None or holds_samples(batch.targets, own[0]))
         samples = _Samples.of(batch, own[0]) if small else None
         size = size[0] + own[0], size[1] + own[1]
         if waiting and (

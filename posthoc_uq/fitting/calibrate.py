@@ -31,7 +31,8 @@ from posthoc_uq.core.options import Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number_keys, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
-from posthoc_uq.fitting.faithful import model_of, rows_named
+from posthoc_uq.curvature.kept_inputs import joined
+from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -184,7 +185,7 @@ def calibrated(
     options: dict[str, Any],
 ) -> Posterior:
     """`calibrate`, once its arguments are checked."""
-    data = _HeldOut(loader, reader, posterior.likelihood, seed)
+    data = _HeldOut(loader, reader, posterior.likelihood, seed, joins=not backward_dominates(posterior))
     through = recorded_head(posterior)[0] if head is None else head
     head_class(through)  # refuses another name
     scale = posterior.history.calibration
@@ -221,14 +222,18 @@ class _HeldOut:
         reader: takes batches apart.
         likelihood: says which positions labels are of.
         seed: of the split.
+        joins: whether small batches are joined.
 
     Attributes:
+        joins: as given.
         samples: how many there are, once they were split.
         tuning: how many of them tune.
     """
 
-    def __init__(self, loader: Iterable[Any], reader: BatchReader, likelihood: Likelihood, seed: int) -> None:
-        self.loader, self._reader, self._likelihood = loader, reader, likelihood
+    def __init__(
+        self, loader: Iterable[Any], reader: BatchReader, likelihood: Likelihood, seed: int, *, joins: bool
+    ) -> None:
+        self.loader, self._reader, self._likelihood, self.joins = loader, reader, likelihood, joins
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
         self.samples = self.tuning = 0
@@ -252,14 +257,14 @@ class _HeldOut:
 
     def of_loader(self) -> Iterator[Batch]:
         """All batches."""
-        return (batch for batch, _ in self._keyed())
+        return (batch for batch, _ in self._keyed(as_loaded=True))
 
-    def _keyed(self) -> Iterator[tuple[Batch, Tensor]]:
+    def _keyed(self, as_loaded: bool = False) -> Iterator[tuple[Batch, Tensor]]:
         """All batches, each with the hashes of its samples ``(samples,)``: of inputs and target, and of copies by the
         number of each. So the parts are exchangeable, and do not depend on the order.
         """
-        seen = Counter[int]()
-        for given in batches(self.loader, self._reader):
+        seen, read = Counter[int](), batches(self.loader, self._reader)
+        for given in joined(read) if self.joins and not as_loaded else read:
             batch = self._of_weight_one(given)
             if batch.targets is None:
                 raise PosthocUQError(
@@ -343,6 +348,8 @@ def _measured(
     kind: TargetScore | None = None
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
+        if data.samples or data.joins:  # else as many batches as the loader has, all as large as the first
+            bar.total, bar.batches = data.samples or bar.total, 0
         for batch, tunes in data.batches():
             prediction = predictor(batch).to("cpu")
             classes = prediction.classes

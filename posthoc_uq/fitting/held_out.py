@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from math import inf, isfinite, log, log1p, log10
+from math import inf, isfinite, log10
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_reusable, count_samples
@@ -17,7 +18,15 @@ from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.fitting.faithful import Score, backward_dominates, model_of, scale_width, width_parameter_of
+from posthoc_uq.curvature.kept_inputs import joined
+from posthoc_uq.fitting.faithful import (
+    Score,
+    backward_dominates,
+    model_of,
+    rows_named,
+    scale_width,
+    width_parameter_of,
+)
 from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
@@ -51,9 +60,14 @@ def hyperprior_penalty(factor: float, centre: float = 1.0) -> float:
         factor: the temperature, or the noise scale.
         centre: the most probable one, at least 1: that of leave-one-out, where it was estimated.
     """
-    above = log(max(factor, 1.0) / max(centre, 1.0)) / _PRIOR_SPREAD
-    below = log(min(factor, 1.0)) / _PRIOR_SPREAD
-    return log1p(above**2) + (below**2 / 2 if below > -1 else -below - 0.5)
+    return float(_penalties(np.array(factor), centre))
+
+
+def _penalties(factors: NDArray[np.float64], centre: float) -> NDArray[np.float64]:
+    """See `hyperprior_penalty`."""
+    above = np.log(np.maximum(factors, 1.0) / max(centre, 1.0)) / _PRIOR_SPREAD
+    below = np.log(np.minimum(factors, 1.0)) / _PRIOR_SPREAD
+    return np.log1p(above**2) + np.where(below > -1, below**2 / 2, -below - 0.5)
 
 
 def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float:
@@ -70,7 +84,7 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
         return centre
     known = _TEMPERATURES[finite]
     decades = np.linspace(known[0], known[-1], 1001)
-    penalties = np.array([hyperprior_penalty(10.0**decade, centre) for decade in decades]) / max(1, labels)
+    penalties = _penalties(10.0**decades, centre) / max(1, labels)
     from scipy.interpolate import CubicSpline
 
     curve = CubicSpline(known, np.array(losses)[finite])
@@ -146,7 +160,8 @@ class HeldOutLoss(Score):
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
         with isolated_random_state(self._seed):
-            for batch in batches(self._loader, self._reader):
+            read = batches(self._loader, self._reader)
+            for batch in read if backward_dominates(self.posterior) else joined(read):
                 if batch.targets is None:
                     raise PosthocUQError(
                         "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs "
@@ -154,10 +169,26 @@ class HeldOutLoss(Score):
                     )
                 yield batch, batch.targets.clone()  # which are kept beside features and outputs
 
+    def _check_network(self) -> None:
+        with self._rows_named():
+            super()._check_network()
+
+    def require(self, score: float) -> None:
+        """See `Score`."""
+        with self._rows_named():
+            super().require(score)
+
+    def _rows_named(self) -> AbstractContextManager[None]:
+        """Around a look at batches that may have been joined."""
+        return rows_named(self.posterior, self._seed, lambda: batches(self._loader, self._reader))
+
     def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
         losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
         for distribution, targets in pairs:
-            prediction = predictor.prediction_of(distribution)
+            if self._at_every_prior is None:
+                prediction = predictor.prediction_of(distribution)
+            else:
+                prediction = predictor.fast_predictions(distribution)(predictor.posterior)
             likelihood.check(prediction.outputs_mean, targets)
             losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
             count += labelled(likelihood, targets)
