@@ -7,8 +7,9 @@ The server runs in a process of its own on the loopback address. Every client se
 connection, numbers and PNG files in turn, and every answer is compared with the library's prediction of the same input,
 up to rounding, since requests that wait are predicted together. "forward" is one pass of the bare model on one input in
 memory, "prediction" the same through the predictor; both are measured while nothing else runs. The row "bare" is the
-network alone behind the same framework: JSON in, one forward pass a request, softmax out. Memory is the server's
-resident set after a tenth of the requests, and after all. Weights are random.
+network alone behind the same framework: JSON in, one forward pass a request, softmax out. "processor" is the server's
+processor time for one request, which says more than the clock where other work is done meanwhile. Memory is the
+server's resident set after a tenth of the requests, and after all. Weights are random.
 """
 
 from __future__ import annotations
@@ -216,7 +217,9 @@ def measure(name: str, size: int, clients: int, count: int, alone: bool = False)
                 load.run(clients, count // 10)
                 before = process.memory_info().rss
                 load.waits.clear()
+                worked = -sum(process.cpu_times()[:2])
                 spent = load.run(clients, count)
+                worked += sum(process.cpu_times()[:2])
                 after = process.memory_info().rss
             finally:
                 server.terminate()
@@ -235,6 +238,7 @@ def measure(name: str, size: int, clients: int, count: int, alone: bool = False)
         "p99 / forward": p99 / forward,
         "p99 / prediction": p99 / prediction,
         "requests per s": count / spent,
+        "processor, ms": 1e3 * worked / count,
         "memory before, MiB": before / 2**20,
         "memory after, MiB": after / 2**20,
         "first wrong": (load.wrong or [None])[0],

@@ -181,16 +181,21 @@ class TestAnswers:
 
             patch.setattr(service, "_predicted", predicted)
             headers = Headers({"content-type": "application/json"})
-            futures = [service.predict(json.dumps(body).encode(), headers, False) for body in bodies]
-            futures.append(service.predict(json.dumps({"inputs": x[:5].tolist()}).encode(), headers, True))
-            held.set()
-            for index in (3, 5):
-                with pytest.raises(Refused):
-                    futures[index].result(20)
+
+            async def asked() -> list[Any]:
+                sent = [(json.dumps(body).encode(), headers, False) for body in bodies]
+                sent.append((json.dumps({"inputs": x[:5].tolist()}).encode(), headers, True))
+                tasks = [asyncio.ensure_future(service.predict(*each)) for each in sent]
+                await asyncio.sleep(0)  # all but the last wait now
+                held.set()
+                return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+            found = asyncio.run(asked())
+            assert isinstance(found[3], Refused) and isinstance(found[5], Refused)
             for index in {*range(9)} - {3, 5}:
-                [answer] = futures[index].result(20)
+                [answer] = found[index]
                 assert answer == _rounded(_expected(predictor, predictor(x[index : index + 1]), 0))
-            assert len(futures[9].result(20)) == 5
+            assert len(found[9]) == 5
         assert batches[0] == 1 and max(batches[1:]) <= service.limits.batch
         assert batches[1] > 1 and service.metrics.inputs._value.get() == 7 + 5
 
@@ -902,10 +907,9 @@ def test_two_interrupts_end_the_server_without_tracebacks(
     """While an answer is under way, which the second does not wait for."""
     answers, begun = list[int](), threading.Event()
 
-    def slow(*_: Any) -> Any:
+    def slow(*_: Any) -> None:
         begun.set()
         time.sleep(1.0)
-        return [{}]
 
     def ask(url: str) -> None:
         answers.append(httpx.post(f"{url}/predict", json={"input": [0]}, trust_env=False).status_code)
@@ -916,7 +920,7 @@ def test_two_interrupts_end_the_server_without_tracebacks(
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
 
-    monkeypatch.setattr(service, "predict", slow)
+    monkeypatch.setattr(service, "_answer", slow)
     interrupting = threading.Thread(target=interrupt)
     asking: list[threading.Thread] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
+from pydantic_core import from_json
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -74,8 +76,17 @@ async def body_of(request: Request, limits: Limits) -> bytes:
         Refused: it is too large or too slow, or ended before it was complete.
     """
 
-    async def arriving() -> bytes:
-        body = bytearray()
+    loop, task, late = asyncio.get_running_loop(), asyncio.current_task(), False
+
+    def end() -> None:
+        nonlocal late
+        late = True
+        assert task is not None
+        task.cancel()
+
+    # a timer of our own: that of asyncio makes a task for each body, which costs as much as all else here
+    timer, body = loop.call_later(limits.seconds, end), bytearray()
+    try:
         async for part in request.stream():
             body += part
             if len(body) > limits.bytes:
@@ -83,14 +94,16 @@ async def body_of(request: Request, limits: Limits) -> bytes:
                     413, "size", f"The request is larger than {limits.bytes:,} bytes (--max-bytes)."
                 )
         return bytes(body)
-
-    try:
-        return await asyncio.wait_for(arriving(), limits.seconds)
-    except asyncio.TimeoutError:
+    except asyncio.CancelledError:
+        if not late:
+            raise
+        getattr(task, "uncancel", int)()  # from Python 3.11 on
         sentence = f"The request's body took longer than {limits.seconds:g} seconds to arrive."
         raise Refused(408, "slow", sentence) from None
     except ClientDisconnect:
         raise Refused(400, "disconnect", "The request ended before its body was complete.") from None
+    finally:
+        timer.cancel()
 
 
 def files_of(body: bytes, headers: Headers, limits: Limits) -> list[bytes]:
@@ -167,13 +180,12 @@ def inputs_of(body: bytes, many: bool, limits: Limits, form: Form) -> Inputs:
             400, kind, f'{what}; send {{"{key}": {"[one, ...]" if many else "one"}}}, one: {form.shown()}.'
         )
 
-    def not_finite(name: str) -> float:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        content: Any = json.loads(body, parse_constant=not_finite)
-    except (ValueError, RecursionError) as error:
-        raise wrong(f"The body is not JSON ({shortened(error, 120)})", "json") from None
+    try:  # a quarter of the time of Python's own parser, which is most of what numbers take here
+        content: Any = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
+        odd = next((name for name in ("NaN", "Infinity") if name.encode() in body), None)
+        reason = shortened(error, 120) if odd is None else f"{odd} is no number of JSON"
+        raise wrong(f"The body is not JSON ({reason})", "json") from None
     names = {*form.types, *form.columns} if form.named and not many else set[str]()
     if isinstance(content, dict) and key not in content and names & set(cast(dict[str, Any], content)):
         content = {key: content}
@@ -254,7 +266,7 @@ def _tensor_of(rows: list[Any], dtype: torch.dtype, name: str, truths: bool) -> 
         raise _Wrong(f"{name!r} must hold numbers alone, and one at least")
     if dtype.is_floating_point:
         tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
-        if not bool(torch.isfinite(tensor).all()):
+        if float(np.abs(array).max()) > torch.finfo(dtype).max:
             raise _Wrong(f"{name!r} has a number that is too large for {dtype}")
         return tensor
     if kind == "f":

@@ -15,12 +15,12 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import islice
 from threading import Condition, current_thread, main_thread
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from PIL import Image
@@ -38,7 +38,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from torch import Tensor
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -74,6 +73,7 @@ _BACKLOG = 128  # connections accepted at once, before room is made for them
 _GRACE = 0.25  # seconds in which a new connection is not ended for another one
 _MAX_WAITING = 64  # requests with their whole bodies
 _THREADS = 2  # that decode; one more predicts
+_AT_ONCE = 2**14  # bytes of numbers that are decoded in the event loop: a fraction of a millisecond
 _JOINED_NUMBERS = 2**24  # in the inputs of requests that are predicted together, and that wait decoded
 _JSON, _FORM = "application/json", "multipart/form-data"
 _TAKES = {
@@ -178,29 +178,71 @@ class _Server(Server):
         self.should_exit, self.ended_by = True, self.ended_by or sig
 
 
+class _Joining:
+    """A transport whose writes during one step of the event loop go out together. uvicorn writes the head and the body
+    of an answer one after the other, and around every system call the thread of the model gets hold of Python.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._parts = transport, loop, list[bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write this at the end of the step."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Close it after all that was written."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._transport.write(b"".join(parts))
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, of which `CONNECTIONS` may be open, and hold `RECEIVED_BYTES`: beyond that the one ends
     which has been without a whole request, or has not taken its answer, for longest.
     """
 
+    _held: ClassVar[int] = 0  # bytes, of the connections of all servers of the process
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it."""
         self._since, self._received = self.loop.time(), 0  # since it was made, or got its last answer
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Joining(transport, self.loop)))
         self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """What it held is free."""
+        self._receive(-self._received)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Make room for it."""
-        self._received += len(data)
+        self._receive(len(data))
         super().data_received(data)
         self._make_room()
 
     def on_response_complete(self) -> None:
         """The next request has its time from now on."""
-        self._since, self._received = self.loop.time(), 0
+        self._since = self.loop.time()
+        self._receive(-self._received)
         super().on_response_complete()
 
+    def _receive(self, count: int) -> None:
+        self._received += count
+        Connection._held += count
+
     def _make_room(self) -> None:
+        if len(self.connections) <= CONNECTIONS and Connection._held <= RECEIVED_BYTES:
+            return  # mostly: no look at each connection
         there = [
             one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
         ]
@@ -226,27 +268,44 @@ class Connection(H11Protocol):
         return cycle.scope["method"] == "POST"
 
 
-@dataclass(frozen=True, eq=False)
+Answers = list[dict[str, Any]]
+"""Of one request, one for each input."""
+
+
 class _Waiting:
-    """The inputs of a request, and its answers to come."""
+    """The inputs of a request, and its answers to come.
 
-    inputs: Inputs
-    answers: Future[list[dict[str, Any]]] = field(default_factory=Future[list[dict[str, Any]]])
+    Args:
+        inputs: of the request.
+        answers: settled in the thread of its loop once they are predicted.
 
-    @property
-    def rows(self) -> int:
-        """How many inputs there are."""
-        return len(next(iter(self.inputs.values())))
+    Attributes:
+        rows: how many inputs there are.
+        numbers: in all of them.
+        form: what requests that are predicted together have in common.
+    """
 
-    @property
-    def numbers(self) -> int:
-        """In all of them."""
-        return sum(tensor.numel() for tensor in self.inputs.values())
+    def __init__(self, inputs: Inputs, answers: asyncio.Future[Answers]) -> None:
+        self.inputs, self.answers = inputs, answers
+        self.rows = len(next(iter(inputs.values())))
+        self.numbers = sum(tensor.numel() for tensor in inputs.values())
+        self.form = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in inputs.items()}
 
-    @property
-    def form(self) -> dict[str, Any]:
-        """What requests that are predicted together have in common."""
-        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in self.inputs.items()}
+
+def _settle(found: Sequence[tuple[asyncio.Future[Answers], Answers | BaseException]]) -> None:
+    """Give requests their answers, or errors, by one call of their event loop: every call wakes its thread."""
+    with suppress(RuntimeError):  # of a loop that was closed: nobody waits
+        found[0][0].get_loop().call_soon_threadsafe(_settle_here, found)
+
+
+def _settle_here(found: Sequence[tuple[asyncio.Future[Answers], Answers | BaseException]]) -> None:
+    for answers, value in found:
+        if answers.done():  # cancelled
+            continue
+        if isinstance(value, BaseException):
+            answers.set_exception(value)
+        else:
+            answers.set_result(value)
 
 
 class Service:
@@ -290,7 +349,8 @@ class Service:
         self.places = asyncio.Semaphore(_MAX_WAITING)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._waiting: list[_Waiting] = []
-        self._room = Condition()  # guards what waits; tells when less does
+        self._numbers, self._working = 0, False  # in what waits; whether the worker is at it
+        self._room = Condition()  # guards these; tells when less waits
         self._log = None if log is None else ScoreLog(log)
         self._started = time.monotonic()
         self._inputs_at = predictor.posterior.history.inputs
@@ -313,20 +373,37 @@ class Service:
         """The name of the input that an image can be; None where the model takes more, or a table's columns."""
         return None if self._form.columns else self._form.only
 
-    def predict(self, body: bytes, headers: Headers, many: bool) -> Future[list[dict[str, Any]]]:
+    async def predict(self, body: bytes, headers: Headers, many: bool) -> Answers:
         """Answers to the inputs in a body, JSON, an image, or a form of images, once they are predicted: together with
-        what else waits by then, so that many small requests share the cost of a call. Waits where too much is decoded.
+        what else waits by then, so that many small requests share the cost of a call. Numbers of few bytes are decoded
+        at once, all else in another thread, which waits where too much is decoded.
 
         Raises:
-            Refused: the body is wrong. The future raises it where the model does not take such inputs.
+            Refused: the body is wrong, or the model does not take such inputs.
         """
-        with self._room:
-            self._room.wait_for(lambda: sum(one.numbers for one in self._waiting) < _JOINED_NUMBERS)
-        request = _Waiting(self._inputs(body, headers, many))
+        answers: asyncio.Future[Answers] = asyncio.get_running_loop().create_future()
+        at_once = len(body) <= _AT_ONCE and _content_type(headers) == _JSON
+        if at_once and self._numbers < _JOINED_NUMBERS:
+            self._add(_Waiting(self._inputs(body, headers, many), answers))
+        else:
+            self.pool.submit(self._decode, body, headers, many, answers)
+        return await answers
+
+    def _decode(self, body: bytes, headers: Headers, many: bool, answers: asyncio.Future[Answers]) -> None:
+        try:
+            with self._room:
+                self._room.wait_for(lambda: self._numbers < _JOINED_NUMBERS)
+            self._add(_Waiting(self._inputs(body, headers, many), answers))
+        except BaseException as error:
+            _settle([(answers, error)])
+
+    def _add(self, request: _Waiting) -> None:
         with self._room:
             self._waiting.append(request)
-        self.worker.submit(self._answer_waiting)
-        return request.answers
+            self._numbers += request.numbers
+            begun, self._working = self._working, True
+        if not begun:
+            self.worker.submit(self._answer_waiting)
 
     def _inputs(self, body: bytes, headers: Headers, many: bool) -> Inputs:
         kind = _content_type(headers)
@@ -344,23 +421,30 @@ class Service:
         return {only: prepared(files, self.transform, self.limits)}
 
     def _answer_waiting(self) -> None:
-        """Answer the request that has waited for longest, and in the same batch later ones with inputs of the same
-        shape: no more inputs than one request may have. Called once a request, so there may be none left.
+        """Answer what waits, until nothing does."""
+        while taken := self._taken():
+            self._answer(taken)
+
+    def _taken(self) -> list[_Waiting]:
+        """The request that has waited for longest, and later ones with inputs of the same shape, which are answered in
+        the same batch: no more inputs than one request may have.
         """
-        taken: list[_Waiting] = []
+        taken, left = list[_Waiting](), list[_Waiting]()
         rows = numbers = 0
         with self._room:
             for request in self._waiting:
-                if taken and request.form != taken[0].form:
-                    continue
-                rows, numbers = rows + request.rows, numbers + request.numbers
-                if taken and (rows > self.limits.batch or numbers > _JOINED_NUMBERS):
-                    break
-                taken.append(request)
-            self._waiting = [request for request in self._waiting if request not in taken]
+                fits = not taken or (
+                    request.form == taken[0].form
+                    and rows + request.rows <= self.limits.batch
+                    and numbers + request.numbers <= _JOINED_NUMBERS
+                )
+                (taken if fits else left).append(request)
+                if fits:
+                    rows, numbers = rows + request.rows, numbers + request.numbers
+            self._waiting, self._numbers = left, self._numbers - numbers
+            self._working = bool(taken)
             self._room.notify_all()
-        if taken:
-            self._answer(taken)
+        return taken
 
     def _answer(self, requests: Sequence[_Waiting]) -> None:
         """Answer requests as one batch; the answers are counted, and their scores logged."""
@@ -374,25 +458,29 @@ class Service:
             self._count(answers)
         except BaseException as error:
             if len(requests) == 1:
-                requests[0].answers.set_exception(error)
+                _settle([(requests[0].answers, error)])
                 requests = ()  # which the error refers to by this frame, so that they would form a circle
                 return
             half = len(requests) // 2  # a request that the model does not take must not spoil the others
             self._answer(requests[:half])
             self._answer(requests[half:])
             return
-        found = [answer for answer, _ in answers]
-        for request, count in zip(requests, counts, strict=True):
-            own, found = (found[:count], found[count:]) if len(requests) > 1 else (found, [])
-            request.answers.set_result(own)
+        found = iter([answer for answer, _ in answers])
+        whole = len(requests) == 1  # whose answers may be more or fewer than its inputs
+        _settle(
+            [
+                (request.answers, list(found if whole else islice(found, count)))
+                for request, count in zip(requests, counts, strict=True)
+            ]
+        )
 
     def _count(self, answers: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Count answers, and log their scores."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self.metrics.inputs.inc(len(answers))
+        self.metrics.referred.inc(sum(bool(row["flag"]) for _, row in answers))
         for _, row in answers:
             row["time"] = now
-            self.metrics.inputs.inc()
-            self.metrics.referred.inc(1 if row["flag"] else 0)
             for name, histogram in (("entropy", self.metrics.entropy), ("novelty", self.metrics.novelty)):
                 if row.get(name) is not None:
                     histogram.observe(row[name])
@@ -501,7 +589,7 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
     metrics = service.metrics
 
     async def predict(request: Request) -> Response:
-        path, kind = request.url.path, _content_type(request.headers)
+        path, kind = request.scope["path"], _content_type(request.headers)
         if kind not in _TAKES[path]:
             raise Refused(415, "type", f"{path} takes the content type {' or '.join(_TAKES[path])}.")
         body, many = await body_of(request, service.limits), path == "/predict/batch"
@@ -509,11 +597,7 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
             raise Refused(503, "busy", "The server is busy; try again in a second.")
         async with service.places:
             with metrics.under_way.track_inprogress():
-                loop = asyncio.get_running_loop()
-                waiting = await loop.run_in_executor(
-                    service.pool, service.predict, body, request.headers, many
-                )
-                answers = await asyncio.shield(asyncio.wrap_future(waiting))
+                answers = await service.predict(body, request.headers, many)
         return JSONResponse({"predictions": answers} if many else answers[0])
 
     async def health(_: Request) -> Response:
@@ -604,13 +688,18 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     Raises:
         PosthocUQError: there are other names than classes.
     """
-    scores = {name: values.tolist() for name, values in prediction.scores().items()}
-    referral = service.referral if isinstance(prediction.promises, ConformalScores) else None
-    reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
-    tails = None if referral is None else referral.tail(prediction).tolist()
-    familiarity = None
-    if isinstance(prediction.promises, ConformalScores) and "novelty" in scores:
-        familiarity = prediction.familiarity().tolist()
+    known, promises = prediction.scores(), prediction.promises
+    scores = {name: values.tolist() for name, values in known.items()}
+    referral, tails, familiarity = None, None, None
+    reasons: dict[str, list[bool]] = {}
+    if isinstance(promises, ConformalScores):
+        referral = service.referral
+        if referral is not None:
+            border, singles = referral.border(promises), promises.single_p_values(known, referral.score)
+            reasons = {name: (~(p > border)).tolist() for name, p in singles.items()}
+            tails = torch.stack(list(singles.values())).amin(0).tolist()
+        if "novelty" in known:
+            familiarity = promises.p_values(known, "novelty").tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
     described = prediction.answers(top_k=service.top_k, level=service.level, names=service.names)
     for index, answer in enumerate(described):
@@ -623,7 +712,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             **{name: _finite_or_none(scores[name][index]) for name in SCORES if name in scores},
         }
         answer |= {name: _finite_or_none(scores[name][index]) for name in SCORES[:3] if name in scores}
-        referring = [name for name, flags in reasons.items() if bool(flags[index])]
+        referring = [name for name, flags in reasons.items() if flags[index]]
         answer |= {"referred": None if referral is None else bool(referring), "reasons": referring}
         if tails is not None:
             answer["tail"] = _finite_or_none(tails[index])

@@ -517,33 +517,36 @@ class ConformalScores(InputScores):
         Raises:
             PosthocUQError: it is none of those that are stored, or the prediction does not have it.
         """
+        self._check_known(scores, name)
+        if name == JOINT:
+            return p_values(self.inputs[name], joint_score(self.tails, scores))
+        return p_values(self.inputs[name], scores[name])
+
+    def _check_known(self, scores: Mapping[str, Tensor], name: str) -> None:
         if name == "novelty" and name not in self.inputs:
             raise PosthocUQError(
                 f"There are no held-out scores of novelty: predictions did not know it when they were measured. There "
                 f"are those of {' and '.join(map(repr, self.inputs))}, such as prediction.familiarity('{JOINT}')."
             )
-        name = one_of("score", name, tuple(self.inputs))
+        one_of("score", name, tuple(self.inputs))
         needed = tuple(self.tails) if name == JOINT else (name,)
         missing = [each for each in needed if each not in scores]
         if missing:
             raise PosthocUQError(
                 f"This prediction does not know its {missing[0]}; wrap without novelty=False."
             )
-        if name == JOINT:
-            return p_values(self.inputs[name], joint_score(self.tails, scores))
-        return p_values(self.inputs[name], scores[name])
 
     def single_p_values(self, scores: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         """By score the p-values, ``(batch,)``, whose smallest are the `p_values`: of the joint score those of each that
         it joins, at the rates that they share; of another its own.
         """
-        joined = {name: self.p_values(scores, name)}
-        if name == JOINT:
-            joined = {
-                each: p_values(self.inputs[name], joint_score({each: tail}, scores))
-                for each, tail in self.tails.items()
-            }
-        return joined
+        if name != JOINT:
+            return {name: self.p_values(scores, name)}
+        self._check_known(scores, name)
+        return {
+            each: p_values(self.inputs[name], joint_score({each: tail}, scores))
+            for each, tail in self.tails.items()
+        }
 
     def rate_for(self, accuracy: float, name: str) -> float:
         """The smallest p-value at which an input is kept, less one rank, so that those that are kept are right with

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
@@ -167,6 +167,20 @@ class Tail(Record):
         Tensor, Listed(Annotated[list[Sum], Field(min_length=1, max_length=QUANTILES)], torch.float64)
     ]
     shares: Annotated[Tensor, Listed(list[Unit], torch.float64)]
+    _known_ascending: Tensor = PrivateAttr()
+    _known_line: tuple[Tensor, Tensor] = PrivateAttr()
+
+    @property
+    def ascending(self) -> Tensor:
+        """The values in ascending order."""
+        return self._known_ascending
+
+    @property
+    def line(self) -> tuple[Tensor, Tensor]:
+        """``-log`` of the tail probability at the largest familiar score, and the slope of the straight line by which
+        it goes on beyond: see `joint_tail`.
+        """
+        return self._known_line
 
     @model_validator(mode="after")
     def _check_order(self) -> Tail:
@@ -174,6 +188,14 @@ class Tail(Record):
             raise ValueError("must have as many descending values as shares")
         if not float(self.shares[0]) > 0 or bool((self.shares.diff() <= 0).any()) or self.shares[-1] != 1:
             raise ValueError("has shares that do not ascend from above 0 to 1")
+        # what follows from them is not made later, when an export may trace
+        largest, start = self.values[0], -self.shares[0].log()
+        beside = (self.shares >= _LINE_FROM) & (self.values < largest)
+        slope = torch.tensor(torch.inf, dtype=torch.float64, device="cpu")
+        if bool(beside.any()):
+            first = int(beside.int().argmax())
+            slope = (self.shares[first] / self.shares[0]).log() / (largest - self.values[first])
+        self._known_line, self._known_ascending = (start, slope), self.values.flip(0)
         return self
 
 
@@ -212,7 +234,7 @@ def tail_probability(tail: Tail, scores: Tensor) -> Tensor:
     """
     values = plain(scores)
     points = len(tail.values)
-    at_least = points - torch.searchsorted(tail.values.flip(0), values)
+    at_least = points - torch.searchsorted(tail.ascending, values)
     left = (at_least - 1).clamp(0, points - 1)
     right = (left + 1).clamp(max=points - 1)
     width = tail.values[left] - tail.values[right]
@@ -252,12 +274,7 @@ def joint_surprise(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> T
 
 def _surprise(tail: Tail, scores: Tensor) -> Tensor:
     """``-log`` of the tail probability; beyond the largest familiar score, the straight line that continues it."""
-    largest, start = tail.values[0], -tail.shares[0].log()
-    line = (tail.shares >= _LINE_FROM) & (tail.values < largest)
-    slope = torch.tensor(torch.inf, dtype=torch.float64, device="cpu")
-    if bool(line.any()):
-        first = int(line.int().argmax())
-        slope = (tail.shares[first] / tail.shares[0]).log() / (largest - tail.values[first])
+    largest, (start, slope) = tail.values[0], tail.line
     beyond = scores > largest
     excess = torch.where(beyond, scores - largest, 1.0)
     # a step lost in rounding still counts as beyond
