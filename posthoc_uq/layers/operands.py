@@ -27,7 +27,7 @@ CPU_TEMPORARY = 16 * 2**20
 
 _USED_AT_ONCE = 4096  # positions of rows with a 1 that are taken together, so that few places occur in them
 
-MAX_CACHED_BYTES = 4 * 2**20
+MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
 # Of two ways to the same sums the cheaper one is taken. The cost is counted in multiply-adds of a matrix product, and
 # every choice of the library but one (draws one by one or together, `posthoc_uq.heads.sampling`) uses these two prices,

@@ -184,6 +184,11 @@ class Covariance:
     device: torch.device
     limit: int
 
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of what is computed when it is needed, and kept."""
+        return 0
+
     # Draws
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:

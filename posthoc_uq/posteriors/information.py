@@ -109,8 +109,7 @@ class LowRankDiagonal(Independent):
         self._input_basis, self._output_basis = input_basis, output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
         self._shrink = shrink  # s, or None for 1
-        self._root = cholesky(self._identity_plus_m())
-        self.width = roots.shape[-1] if self._root.numel() else 0
+        self.width = roots.shape[-1] if roots.numel() else 0
 
     def _scaled(self, tensor: Tensor, rows: slice = slice(None)) -> Tensor:
         """Some rows ``(..., rows, n)`` times ``s``."""
@@ -128,6 +127,15 @@ class LowRankDiagonal(Independent):
         lifted = bases[0] @ inner @ bases[1]
         return lifted if self._shrink is None else lifted.mul_(self._shrink.to(lifted))
 
+    @cached_property
+    def _root(self) -> Tensor:
+        """``R``, ``(G, L, L)``."""
+        return cholesky(self._identity_plus_m())
+
+    @property
+    def computed_bytes(self) -> int:
+        return 8 * self._roots.shape[0] * self._roots[0].numel() ** 2
+
     def _identity_plus_m(self) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
 
@@ -136,22 +144,20 @@ class LowRankDiagonal(Independent):
         """
         groups, width_g, width_a = self._roots.shape
         inputs, outputs = as_double(self._input_basis), as_double(self._output_basis)
-        # Unpacked on the small side, so that the loop below copies whole (a, a) blocks.
-        unpacked = _pair_index(width_a, inputs.device).flatten()
-        packed = inputs.new_zeros(groups, width_g * (width_g + 1) // 2, width_a**2)
-        step = max(1, _CHUNK // max(1, groups * (packed.shape[1] + width_a**2)))
+        packed = inputs.new_zeros(groups, width_g * (width_g + 1) // 2, width_a * (width_a + 1) // 2)
+        step = max(1, _CHUNK // max(1, groups * (packed.shape[1] + packed.shape[2])))
         for start in range(0, outputs.shape[1], step):  # rows may be the words of a vocabulary
             rows = slice(start, start + step)
             weights = as_double(self.weights[:, rows])
             if self._shrink is not None:
                 weights = weights * as_double(self._shrink[:, rows]).square()
-            first = _contracted_pairs(weights, inputs)[..., unpacked]
-            packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ first
-        packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
+            packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ _contracted_pairs(weights, inputs)
+        unpacked = _pair_index(width_a, packed.device).flatten()
         index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
         for row in range(width_g):
-            block = packed[:, index[row]] * roots.unsqueeze(-2) * roots[:, row].reshape(groups, 1, -1, 1)
+            block = packed[:, index[row]].index_select(2, unpacked).unflatten(2, (width_a, width_a))
+            block.mul_(roots.unsqueeze(-2)).mul_(roots[:, row].reshape(groups, 1, -1, 1))
             full[:, row] = block.transpose(1, 2)
         full = full.reshape(groups, width_g * width_a, width_g * width_a)
         full.diagonal(dim1=-2, dim2=-1).add_(1.0)
@@ -275,20 +281,29 @@ class LowRankDiagonal(Independent):
         groups = self._roots.shape[0]
         largest = as_double(self._scaled(self._scaled(self.weights))).amax()
         kept = as_double(self._roots).square() * largest > 2 * torch.finfo(self.dtype).eps
-        root, roots, places = self._root, as_double(self._roots).to(self._root), None
+        # R is not kept here: it takes more memory than all else, and few samples are computed again with it
+        root = vars(self).pop("_root", None)
+        roots, places = as_double(self._roots).flatten(1), None
         inputs, outputs = self._input_basis.transpose(1, 2), self._output_basis.transpose(1, 2)
         if groups == 1 and not bool(kept.all()):
             of_inputs, of_outputs = kept[0].any(0), kept[0].any(1)
-            whole = kept.flatten().nonzero().flatten().to(root.device)
             places = kept[0][of_outputs][:, of_inputs].flatten().nonzero().flatten().to(self.device)
             inputs, outputs = (
                 inputs[:, of_inputs.to(inputs.device)],
                 outputs[:, of_outputs.to(outputs.device)],
             )
-            own = root[0, whole]
-            root, roots = cholesky(own @ own.T).unsqueeze(0), roots.flatten()[whole].unsqueeze(0)
             places = None if len(places) == inputs.shape[1] * outputs.shape[1] else places
-        roots = roots.flatten(1)
+            whole = kept.flatten().nonzero().flatten()
+            roots = roots[:, whole]
+            if root is None:
+                matrix = self._identity_plus_m()[:, whole][:, :, whole]
+            else:
+                matrix = root[:, whole.to(root.device)]
+                matrix = matrix @ matrix.transpose(1, 2)
+            root = cholesky(matrix)
+        elif root is None:
+            root = cholesky(self._identity_plus_m())
+        roots = roots.to(root)
         product = None
         # a product has the error bound of a solve in this precision; D scales the rows of R
         if groups == 1 and root.shape[-1] <= _MAX_PRODUCT:

@@ -178,7 +178,7 @@ def _bytes_beyond(covariance: Covariance, block: Block) -> int:
     values = vars(covariance).values()
     own = [value for value in values if isinstance(value, Tensor) and value.data_ptr() not in stored]
     inner = [_bytes_beyond(value, block) for value in values if isinstance(value, Covariance)]
-    return sum(tensor.nbytes for tensor in own) + sum(inner)
+    return sum(tensor.nbytes for tensor in own) + sum(inner) + covariance.computed_bytes
 
 
 class _Hyperparameter(Generic[Value]):
