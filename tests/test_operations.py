@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 BOUNDS = {
     "mlp": {
         "prediction, last": (290, 76, 2),
-        "prediction, all": (860, 86, 9),
+        "prediction, all": (600, 88, 6),
         "sweep's batch, last": (270, 10, 8),
         "sweep's batch, all": (360, 10, 8),
         "search's trial, last": (620, 204, 3),
@@ -25,7 +25,7 @@ BOUNDS = {
     },
     "lenet": {
         "prediction, last": (294, 76, 2),
-        "prediction, all": (1260, 98, 13),
+        "prediction, all": (880, 98, 8),
         "sweep's batch, last": (278, 10, 8),
         "sweep's batch, all": (500, 10, 8),
         "search's trial, last": (613, 204, 3),

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from posthoc_uq.core.model import model_device
 from posthoc_uq.core.progress import report_progress, split_progress
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import Operand
+from posthoc_uq.layers.operands import Operand, concatenated
 from posthoc_uq.layers.proof import Exactly, prepare
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.posteriors import Posterior
@@ -36,38 +37,29 @@ Gradient = Callable[[int], Tensor]
 NamedWeights = dict[str, Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pulled:
     """One layer's activations, and gradients at its outputs of several functions of the model's outputs.
 
     Attributes:
         layer: the layer.
         activations: of the batch.
-        gradients: by the place of the function, each ``(samples, G, T, m)``.
+        gradients: makes, for so many functions, all gradients ``(samples, G, functions, m, T)``.
     """
 
     layer: Layer
     activations: Operand
-    gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-
-    def stacked(self, functions: int) -> Tensor:
-        """All gradients, ``(samples, G, functions, m, T)``; zero where none came back."""
-        like = next(iter(self.gradients.values()))
-        if functions == 1:
-            return like.transpose(2, 3).unsqueeze(2)
-        gradients = [self.gradients.get(index, torch.zeros_like(like)) for index in range(functions)]
-        if like.stride(3) == 1:  # a linear layer's: copied in the order of memory
-            return torch.stack(gradients, dim=3).permute(0, 1, 3, 4, 2)
-        return torch.stack([gradient.transpose(2, 3) for gradient in gradients], dim=2)
+    gradients: Callable[[int], Tensor]
 
     def rows(self, functions: int) -> LayerRows:
         """As a covariance takes them."""
-        return LayerRows(self.activations, self.stacked(functions))
+        return LayerRows(self.activations, self.gradients(functions))
 
     def part(self, samples: Tensor) -> Pulled:
         """The same for some samples, by their indices."""
-        gradients = {place: gradient[samples] for place, gradient in self.gradients.items()}
-        return Pulled(self.layer, self.activations.part(samples), gradients)
+        return Pulled(
+            self.layer, self.activations.part(samples), lambda functions: self.gradients(functions)[samples]
+        )
 
 
 def pull_back(
@@ -82,17 +74,18 @@ def pull_back(
         dtype: of activations and output gradients.
         last: whether these are the last backward passes through this recording.
     """
-    layers: dict[str, Pulled] = {}
+    layers, caught = dict[str, Pulled](), dict[str, dict[int, list[Tensor]]]()
     for place, number in enumerate(split_progress(numbers)):
 
         def collect(layer_gradients: LayerGradients, place: int = place) -> None:
             name = layer_gradients.layer.name
-            if name in layers:  # the activations are those of the first function
-                gradients = layer_gradients.gradients(dtype)
-            else:
-                activations, gradients = layer_gradients.operands(dtype)
-                layers[name] = Pulled(layer_gradients.layer, activations)
-            layers[name].gradients[place] = gradients
+            if name not in layers:  # the activations are those of the first function
+                activations = concatenated(layer_gradients.activations(dtype))
+                caught[name] = {}
+                stacked = partial(layer_gradients.stacked, caught[name], dtype)
+                layers[name] = Pulled(layer_gradients.layer, activations, stacked)
+            gradients = (call.output_gradient for call in layer_gradients.calls)
+            caught[name][place] = [gradient for gradient in gradients if gradient is not None]
 
         recording.pull_back(
             gradient(number).reshape(recording.outputs.shape),

@@ -153,6 +153,10 @@ class Linearization(LinearizedOutputs):
         count = classes if indices is None else indices.shape[1]
         here = None if indices is None else indices.reshape(self._samples, -1, count)[:, place]
 
+        if here is None and size == 1:  # one tensor for all classes
+            units = torch.eye(classes, dtype=rows.dtype, device=rows.device)
+            return lambda number: self._layout.whole(units[number].expand(self._samples, -1), self.sizes)
+
         def gradient(number: int) -> Tensor:
             unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
             if number == count:

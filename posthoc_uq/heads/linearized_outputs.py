@@ -535,8 +535,8 @@ class LastLayerOutputs(LinearizedOutputs):
     def _of_classes(self, indices: Tensor, mode: Mode) -> Tensor:
         """Of the classes at `indices` alone: a class's gradient at the layer's outputs is a unit vector."""
         units = F.one_hot(indices, self._rows.shape[1]).to(self._activations)
-        gradients = {place: unit[:, None, None] for place, unit in enumerate(units.unbind(1))}
-        pulled = Pulled(self._layer, Rows(self._activations[:, None, None]), gradients)
+        gradients = units[:, None, :, :, None]
+        pulled = Pulled(self._layer, Rows(self._activations[:, None, None]), lambda _: gradients)
         return self._result(self._weights.contract([pulled], len(indices), indices.shape[1], mode))
 
     def _spread(self) -> tuple[Tensor, LogitCovariance | None]:

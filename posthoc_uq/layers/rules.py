@@ -464,6 +464,41 @@ class LayerGradients:
             )
         return torch.cat(gradients, dim=2)
 
+    def stacked(self, of_functions: Mapping[int, list[Tensor]], dtype: torch.dtype, functions: int) -> Tensor:
+        """The output gradients of several functions, ``(samples, G, functions, m, T)`` in `dtype`: all at once, which
+        takes fewer calls than one by one.
+
+        Args:
+            of_functions: by a function's number the gradients at the output of each call; zero where there are none.
+            dtype: of the result.
+            functions: how many there are.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart.
+        """
+        none = (
+            [torch.zeros_like(g) for g in next(iter(of_functions.values()))]
+            if len(of_functions) < functions
+            else []
+        )
+        calls = zip(*(of_functions.get(number, none) for number in range(functions)), strict=True)
+        rows = [self._rows_of_functions(gradients, dtype) for gradients in calls]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=4)
+
+    def _rows_of_functions(self, gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Of one call."""
+        layer, functions = self.layer, len(gradients)
+        if layer.convolutional or layer.rule.by_gradients:
+            stacked = torch.stack(list(gradients), 1).to(dtype)
+        else:  # (samples, T, functions, features), in the order of memory
+            features = torch.stack(list(gradients), -2).to(dtype)
+            rows = self._by_sample(features.flatten(-2)).unflatten(-1, features.shape[-2:])
+            if type(layer.rule).output_rows is LayerRule.output_rows:
+                return rows.permute(0, 2, 3, 1).unsqueeze(1)
+            stacked = rows.transpose(1, 2)
+        rows = layer.rule.output_rows(stacked.flatten(0, 1), layer)
+        return rows.unflatten(0, (-1, functions)).permute(0, 2, 1, 4, 3)
+
     def activations(self, dtype: torch.dtype) -> list[Operand]:
         """Activations in `dtype`, one operand a call.
 

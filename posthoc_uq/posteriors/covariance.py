@@ -43,9 +43,10 @@ def gram(rows: Tensor, mode: Mode) -> Tensor:
     """
     if mode == "variance":
         return torch.linalg.vector_norm(rows, dim=-1).square()
-    flat = rows.flatten(0, 1).unsqueeze(0) if mode == "joint" else rows
-    products = torch.matmul(flat, flat.transpose(-1, -2))
-    return products[0] if mode == "joint" else products
+    if mode == "joint":
+        flat = rows.flatten(0, 1)
+        return flat @ flat.T
+    return torch.bmm(rows, rows.transpose(1, 2))
 
 
 def _weighted_jointly(activations: Tensor, gradients: Tensor, weights: Tensor, limit: int) -> Tensor:
