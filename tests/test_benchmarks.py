@@ -221,6 +221,17 @@ def test_operations_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_links_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    _script("link_cost").main(["--smoke", "--json", str(path)])
+    rows = {(row["link"], row["deviation"]): row for row in json.loads(path.read_text())["rows"]}
+    for deviation in (0.5, 2.0, 6.0, 14.0):
+        points, probit = rows["mc", deviation], rows["probit", deviation]
+        assert points["TV"] < min(probit["TV"], 2 * points["noise"] + 0.005)
+        assert points["microseconds a row"] > 0
+
+
+@pytest.mark.study
 def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
     _script("language_cost").main(["--smoke", "--json", str(path)])

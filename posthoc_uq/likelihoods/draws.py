@@ -73,6 +73,11 @@ class LogitCovariance(NamedTuple):
             logits = logits + deviations * points[:, directions:].unsqueeze(1)
         return logits
 
+    def of_first(self, directions: int) -> LogitCovariance:
+        """Of many classes, the same with so many directions at most: what classes vary along others is their own."""
+        root, others = self.root[..., :directions], self.root[..., directions:]
+        return LogitCovariance(root, self.rest + others.square().sum(-1))
+
     def split(self, step: int) -> list[LogitCovariance]:
         """In parts of so many inputs."""
         root, rest = self.root.split(step), self.rest.split(step)

@@ -17,6 +17,7 @@ _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 _BEST = 16  # numbers of a point whose moments are right all the same: the first ones, the most evenly spread
 _LEAST = 32  # points of very many classes
+_SHARED = 4  # directions of many classes; with more, less of a class is its own, over which it is integrated
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.5, 3.5
@@ -146,12 +147,13 @@ class GaussianLogits(NamedTuple):
             return self._by_rows(_by_lines, self._points(1))[0]
         if exact:
             return self._by_rows(_by_points, self._points(self.spread.width))[0]
-        likely = min(max(0, _BEST - self.spread.root.shape[-1]), self.mean.shape[-1])
+        logits = self._replace(spread=self.spread.of_first(_SHARED))
+        likely = min(_BEST - logits.spread.root.shape[-1], classes)
         number = (self.n_draws + 1) // 2
         while number * classes > _MAX_NUMBERS and number >= 2 * _LEAST:
             number //= 2
-        points = self._points(self.spread.width + likely, number)
-        return self._by_rows(_by_points, points)[0]
+        points = logits._points(logits.spread.width + likely, number)
+        return logits._by_rows(_by_points, points)[0]
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
