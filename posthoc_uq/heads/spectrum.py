@@ -20,7 +20,9 @@ search compares it with exact values and corrects it (`posthoc_uq.fitting.faithf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +63,22 @@ class _Directions:
     def complete(self) -> bool:
         """Whether there is no other direction."""
         return all(basis.shape[1] == basis.shape[2] for basis in (self.inputs, self.outputs))
+
+
+class _Grid(NamedTuple):
+    """The eigenvalues of a layer by the points that they lie between.
+
+    Attributes:
+        order: that of the points below them, ``(G g a,)``.
+        first: how many count as none.
+        places: of the points that any counts to, among those of the spectrum.
+        parts: for each of these, which count to it, and the share of each.
+    """
+
+    order: Tensor
+    first: int
+    places: Tensor
+    parts: list[tuple[slice, Tensor]]
 
 
 @dataclass
@@ -104,6 +122,7 @@ class Spectrum:
     ) -> None:
         self._layers, self._limit, self.dtype = dict[str, _Directions](), limit, dtype
         self._variances = KeyedCache[dict[str, Tensor]]()  # at the last prior precision
+        self._grids = dict[str, _Grid]()
         first, last = _DECADES
         for block, (name,) in posterior.members.items():
             leading = posterior.blocks[block].leading()
@@ -150,7 +169,7 @@ class Spectrum:
             if layer.activations.positions > 1:
                 if points is None:
                     points = rest.new_zeros(samples, len(self._points), functions, functions)
-                self._add_layer(own, rows, points, rest)
+                self._add_layer(name, rows, points, rest)
                 continue
             of_inputs = rows.activations.project(own.inputs).squeeze(2).square() / own.prior
             of_outputs = rotate_output_gradients(rows.gradients, own.outputs).squeeze(4)
@@ -167,9 +186,9 @@ class Spectrum:
         """``J J^T``, over the prior."""
         return jacobian_gram(*rows, layer.inputs.shape[1], self._limit) / layer.prior
 
-    def _add_layer(self, layer: _Directions, rows: LayerRows, points: Tensor, rest: Tensor) -> None:
+    def _add_layer(self, name: str, rows: LayerRows, points: Tensor, rest: Tensor) -> None:
         """Add a layer with several positions to the sums of each point, and of all other directions."""
-        activations, gradients = rows
+        layer, (activations, gradients) = self._layers[name], rows
         functions = gradients.shape[2]
         if not layer.complete:
             rest += self._in_all_directions(layer, rows)
@@ -182,27 +201,39 @@ class Spectrum:
         # one product for all functions, which does not copy the inputs for each: (S, G, F g, a)
         cores = torch.matmul(outputs.flatten(2, 3), inputs)
         cores = cores.unflatten(2, (functions, -1)).transpose(1, 2).flatten(2)
+        grid = self._grids.get(name)
+        if grid is None:
+            self._grids[name] = grid = self._grid(layer)
+        cores = cores[:, :, grid.order]
+        columns = cores.transpose(1, 2) / layer.prior
+        if grid.places.numel():
+            near = torch.stack(
+                [torch.matmul(cores[:, :, part] * weights, columns[:, part]) for part, weights in grid.parts],
+                1,
+            )
+            points.index_add_(1, grid.places, near)
+            if not layer.complete:
+                rest -= near.sum(1)
+        if layer.complete and grid.first:
+            rest += torch.matmul(cores[:, :, : grid.first], columns[:, : grid.first])
+
+    def _grid(self, layer: _Directions) -> _Grid:
+        """How the eigenvalues of a layer lie on the grid."""
         order = layer.points.argsort()
         present, counts = layer.points[order].unique_consecutive(return_counts=True)
-        parts = zip(
-            present.tolist(),
-            torch.searchsorted(self._points, present).tolist(),
-            cores[:, :, order].split(counts.tolist(), dim=2),
-            layer.shares[order].split(counts.tolist()),
-            strict=True,
-        )
-        for point, place, part, shares in parts:
-            columns = part.transpose(1, 2) / layer.prior
-            found = torch.matmul(part, columns)
-            if point < 0:
-                if layer.complete:
-                    rest += found
-                continue
-            if not layer.complete:
-                rest -= found
-            below = torch.matmul(part * shares, columns)
-            points[:, place] += below
-            points[:, place + 1] += found - below
+        ends: list[int] = counts.cumsum(0).tolist()
+        spans = dict(zip(present.tolist(), pairwise([0, *ends]), strict=True))
+        first = spans.pop(-1, (0, 0))[1]
+        shares, parts = layer.shares[order], dict[int, tuple[slice, Tensor]]()
+        for point in sorted({*spans, *(point + 1 for point in spans)}):
+            # those below the point and those above it lie side by side
+            below, above = spans.get(point - 1), spans.get(point)
+            weights = [1 - shares[slice(*below)]] if below else []
+            weights += [shares[slice(*above)]] if above else []
+            span = slice((below or above or (0, 0))[0], (above or below or (0, 0))[1])
+            parts[point] = span, torch.cat(weights)
+        places = torch.searchsorted(self._points, torch.tensor([*parts], device=order.device))
+        return _Grid(order, first, places, [*parts.values()])
 
     def covariances(self, found: Sums, width: float) -> Tensor:
         """Covariances ``(samples, functions, functions)`` at a prior precision, of what `contract` gave."""
