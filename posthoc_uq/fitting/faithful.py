@@ -456,16 +456,13 @@ class ApproximateDivergence(Divergence):
             yield found.at(width), network
 
     def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
-        posterior, divergence = predictor.posterior, predictor.posterior.observation.divergence
-        rows = [
-            divergence(
-                network.outputs,
-                predictor.fast_predictions(distribution)(posterior)
-                if self.fast
-                else predictor.prediction_of(distribution),
-            )
-            for distribution, network in pairs
-        ]
+        posterior, rows = predictor.posterior, list[Tensor]()
+        for distribution, network in pairs:
+            if self.fast:
+                ((_, prediction),) = predictor.fast_predictions(distribution, (posterior.temperature,))
+            else:
+                prediction = predictor.prediction_of(distribution)
+            rows.append(posterior.observation.divergence(network.outputs, prediction))
         self.by_row = as_double(torch.cat([row.reshape(len(row), -1).mean(1) for row in rows]))
         return float(self.by_row.mean())
 

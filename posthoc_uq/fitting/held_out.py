@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_reusable, count_samples
-from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
@@ -188,7 +188,8 @@ class HeldOutLoss(Score):
             if self._at_every_prior is None:
                 prediction = predictor.prediction_of(distribution)
             else:
-                prediction = predictor.fast_predictions(distribution)(predictor.posterior)
+                temperature = predictor.posterior.temperature
+                ((_, prediction),) = predictor.fast_predictions(distribution, (temperature,))
             likelihood.check(prediction.outputs_mean, targets)
             losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
             count += labelled(likelihood, targets)
@@ -202,13 +203,15 @@ class HeldOutLoss(Score):
             return self.temperature
         if self.untempered is None:
             self._mean(predictor, pairs)
-        predictions = [(predictor.fast_predictions(distribution), targets) for distribution, targets in pairs]
-        losses, posterior = list[float](), predictor.posterior
-        for decade in _TEMPERATURES:
-            tempered = posterior.at(replace(posterior.settings, temperature=10.0 ** float(decade)))
-            logs = ((draft(tempered), targets) for draft, targets in predictions)
-            total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
-            losses.append(-total / max(1, self.labels))
+        temperatures: list[float] = (10.0**_TEMPERATURES).tolist()
+        total = torch.zeros(len(temperatures), dtype=torch.float64, device="cpu")
+        for distribution, targets in pairs:
+            sums = list[Tensor]()
+            for times, made in predictor.fast_predictions(distribution, temperatures):
+                logs = made.log_prob(made.fitting(torch.cat([targets] * times)))
+                sums.append(host_double(logs).reshape(times, -1).sum(1))
+            total += torch.cat(sums)
+        losses: list[float] = (-total / max(1, self.labels)).tolist()
         return _most_probable(losses, self.labels, self._centre("temperature"))
 
     def temperature_penalty(self, temperature: float) -> float:

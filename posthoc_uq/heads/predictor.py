@@ -6,8 +6,9 @@ import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -90,14 +91,8 @@ def from_gaussian(
         n_draws: of the outputs, for ``"mc"``.
     """
     mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
-    temperature = divisor_of(posterior)
-    if temperature != 1.0:
-        mean, variance = mean / temperature, variance / temperature**2
-        if isinstance(covariance, LogitCovariance):
-            covariance = covariance.over(temperature)
-        elif covariance is not None:
-            covariance = covariance / temperature**2
-    return posterior.observation.from_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
+    outputs = OutputGaussian(mean, variance, covariance, link, n_draws)
+    return posterior.observation.from_gaussian(outputs.over(divisor_of(posterior)))
 
 
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
@@ -186,6 +181,7 @@ def _not_traced() -> PosthocUQError:
 
 FUNCTION_DRAWS = 100  # by default
 _DRAFT_DRAWS = 32  # of the outputs in `Predictor.fast_predictions`
+_DRAFT_NUMBERS = 2**22  # that its outputs at several temperatures may have
 Made = TypeVar("Made")
 
 
@@ -411,11 +407,15 @@ class Predictor(nn.Module, ABC):
         values of these need no further run of the model.
         """
 
-    def fast_predictions(self, distribution: Any) -> Callable[[Posterior], Prediction]:
+    def fast_predictions(
+        self, distribution: Any, temperatures: Sequence[float]
+    ) -> Iterator[tuple[int, Prediction]]:
         """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision:
-        a function of the posterior that has the temperature.
+        predictions that hold the batch several times, each with the number of its temperatures, in their order.
         """
-        return lambda posterior: self.with_posterior(posterior).prediction_of(distribution)
+        for temperature in temperatures:
+            settings = replace(self._posterior.settings, temperature=temperature)
+            yield 1, self.with_posterior(self._posterior.at(settings)).prediction_of(distribution)
 
     def at_every_prior(self, *args: Any, **kwargs: Any) -> Any:
         """What gives the `distribution` of a batch ``at`` any prior precision, nearly: only the linearised head has it,
@@ -804,21 +804,30 @@ class GaussianPredictor(Predictor):
         draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
         return {**super().identity(), "link": self._link, **draws}
 
-    def fast_predictions(self, distribution: OutputGaussian) -> Callable[[Posterior], Prediction]:
-        """With few draws of the outputs, and the covariance taken apart once."""
+    def fast_predictions(
+        self, distribution: OutputGaussian, temperatures: Sequence[float]
+    ) -> Iterator[tuple[int, Prediction]]:
+        """With few draws of the outputs, the covariance taken apart once, and one call for several temperatures."""
         mean, variance, covariance = distribution[:3]
-        if self._link == "mc" and self._posterior.likelihood.softmax and isinstance(covariance, Tensor):
-            rows = self._posterior.likelihood.positions_of(mean)
+        posterior = self._posterior
+        if self._link == "mc" and posterior.likelihood.softmax and isinstance(covariance, Tensor):
+            rows = posterior.likelihood.positions_of(mean)
             mean_rows = at_least_float32(mean if rows is None else rows.rows(mean))
             covariance = of_covariance(mean_rows, covariance)
-        return lambda posterior: from_gaussian(
-            mean,
-            variance,
-            posterior,
-            covariance=covariance,
-            link=self._link,
-            n_draws=min(self._n_draws, _DRAFT_DRAWS),
+        given = OutputGaussian(
+            at_least_float32(mean),
+            at_least_float32(variance).clamp(min=0),
+            covariance,
+            self._link,
+            min(self._n_draws, _DRAFT_DRAWS),
         )
+        step = max(1, _DRAFT_NUMBERS // max(1, given.numbers))
+        for start in range(0, len(temperatures), step):
+            part = temperatures[start : start + step]
+            outputs = OutputGaussian.cat(
+                [given.over(t if posterior.likelihood.logits else 1.0) for t in part]
+            )
+            yield len(part), posterior.observation.from_gaussian(outputs)
 
     def prediction_of(self, distribution: OutputGaussian) -> Prediction:
         """See `Predictor`."""

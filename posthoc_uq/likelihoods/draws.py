@@ -117,6 +117,46 @@ class OutputGaussian(NamedTuple):
     link: str = "mc"
     n_draws: int = LINK_DRAWS
 
+    @property
+    def numbers(self) -> int:
+        """How many there are in all tensors."""
+        several = [self.mean, self.variance]
+        if isinstance(self.covariance, LogitCovariance):
+            several += [each for each in self.covariance if each is not None]
+        elif self.covariance is not None:
+            several.append(self.covariance)
+        return sum(tensor.numel() for tensor in several)
+
+    def over(self, temperature: float) -> OutputGaussian:
+        """The same for outputs divided by a temperature."""
+        if temperature == 1.0:
+            return self
+        covariance = self.covariance
+        if isinstance(covariance, LogitCovariance):
+            covariance = covariance.over(temperature)
+        elif covariance is not None:
+            covariance = covariance / temperature**2
+        mean, variance = self.mean / temperature, self.variance / temperature**2
+        return self._replace(mean=mean, variance=variance, covariance=covariance)
+
+    @staticmethod
+    def cat(parts: Sequence[OutputGaussian]) -> OutputGaussian:
+        """Several of one kind, one batch after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        covariances, covariance = [part.covariance for part in parts], parts[0].covariance
+        if isinstance(covariance, LogitCovariance):
+            covariance = LogitCovariance.cat(
+                [each for each in covariances if isinstance(each, LogitCovariance)]
+            )
+        elif covariance is not None:
+            covariance = torch.cat([each for each in covariances if isinstance(each, Tensor)])
+        mean, variance = (
+            torch.cat([part.mean for part in parts]),
+            torch.cat([part.variance for part in parts]),
+        )
+        return parts[0]._replace(mean=mean, variance=variance, covariance=covariance)
+
     def times(self, factor: float) -> OutputGaussian:
         """With all variances and covariances multiplied by a factor."""
         covariance = self.covariance
