@@ -147,13 +147,17 @@ class GaussianLogits(NamedTuple):
             return self._by_rows(_by_lines, self._points(1))[0]
         if exact:
             return self._by_rows(_by_points, self._points(self.spread.width))[0]
-        logits = self._replace(spread=self.spread.of_first(_SHARED))
-        likely = min(_BEST - logits.spread.root.shape[-1], classes)
-        number = (self.n_draws + 1) // 2
+        spread, number = self.spread.of_first(_SHARED), (self.n_draws + 1) // 2
         while number * classes > _MAX_NUMBERS and number >= 2 * _LEAST:
             number //= 2
-        points = logits._points(logits.spread.width + likely, number)
-        return logits._by_rows(_by_points, points)[0]
+        # the first numbers of a point are the most evenly spread, and the likeliest classes take them
+        variance = spread.rest + spread.root.square().sum(-1)
+        order = (self.mean * (1 + math.pi / 8 * variance).rsqrt()).topk(classes).indices
+        of_root = order.unsqueeze(-1).expand(spread.root.shape)
+        ordered = LogitCovariance(spread.root.gather(-2, of_root), spread.rest.gather(-1, order))
+        logits = self._replace(mean=self.mean.gather(-1, order), spread=ordered)
+        logs = logits._by_rows(_by_points, logits._points(ordered.width, number))[0]
+        return torch.zeros_like(logs).scatter(-1, order, logs)
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
@@ -234,7 +238,9 @@ def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: T
     """See `GaussianLogits.log_probs`; ``(batch, classes)``. In place where autograd has no need of what is overwritten:
     it is memory that so many numbers cost.
     """
-    logits, own = _likely_at(mean, spread, points.T)
+    directions, points = spread.root.shape[2], points.T
+    own = _along(mean, spread.root if spread.given is None else spread.given, points[:directions])
+    logits = _at(mean, spread, points)
     top, where = logits.detach().max(1, keepdim=True)
     # the sum over all others, without cancellation where one class has nearly all
     shares = logits.sub_(top).scatter_(1, where, -math.inf).exp_()
@@ -246,28 +252,6 @@ def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: T
     total = (exponent.sub_(largest).exp_() * factor) @ weights
     logs = largest.squeeze(2) + total.clamp(min=torch.finfo(mean.dtype).tiny).log()
     return (logs.log_softmax(1),)
-
-
-def _likely_at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at points ``(numbers, points)``, and the mean of what each has by itself, ``(batch, classes, points)``.
-
-    Of many classes the likeliest take the first numbers of a point, which are the most evenly spread; there are so many
-    numbers more than the spread takes.
-    """
-    if spread.given is not None:
-        return _along(mean, spread.root, points), _along(mean, spread.given, points)
-    directions, likely = spread.root.shape[2], len(points) - spread.width
-    own = _along(mean, spread.root, points[:directions])
-    first, others = points[directions:].split([likely, mean.shape[1]])
-    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().unsqueeze(2)
-    logits = torch.addcmul(own, deviations, others)
-    if likely:
-        variance = spread.rest + spread.root.square().sum(2)
-        which = (mean * (1 + math.pi / 8 * variance).rsqrt()).topk(likely).indices.unsqueeze(2)
-        everywhere = which.expand(-1, -1, points.shape[1])
-        chosen = torch.addcmul(own.gather(1, everywhere), deviations.gather(1, which), first)
-        logits = logits.scatter_(1, everywhere, chosen)
-    return logits, own
 
 
 def _averaged(apart: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
@@ -287,7 +271,7 @@ def _entropy_and_variance(
     mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `GaussianLogits.entropy_and_variance`."""
-    logs = _at(mean, spread, points).log_softmax(1)
+    logs = _at(mean, spread, points.T).log_softmax(1)
     probs = logs.exp()
     average = probs @ weights
     variance = (probs - average.unsqueeze(2)).square() @ weights
@@ -296,7 +280,7 @@ def _entropy_and_variance(
 
 def _entropy(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.entropy`."""
-    logs = _at(mean, spread, points).log_softmax(1)
+    logs = _at(mean, spread, points.T).log_softmax(1)
     return (_entropy_of(logs, logs.exp(), weights),)
 
 
@@ -306,8 +290,8 @@ def _entropy_of(logs: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
 
 
 def _at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
-    """Logits ``(batch, classes, points)``: all operations then run along many points."""
-    directions, points = spread.root.shape[2], points.T
+    """Logits ``(batch, classes, points)`` at points ``(numbers, points)``; operations then run along many points."""
+    directions = spread.root.shape[2]
     logits = _along(mean, spread.root, points[:directions])
     if spread.given is not None:
         return logits
