@@ -279,7 +279,7 @@ _TEMPERATURE_TOLERANCE = 1e-4  # decades of a matched temperature
 _MAX_FLAT_SPREAD = 0.05  # standard deviation of logits over inputs, worth a thousandth of a nat
 _MAX_POSITIONS, _MAX_OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _MIN_INPUTS = 16  # ... but so many inputs in any case
-_MAX_CLASSES, _MIN_OF_CLASSES = 2**17, 32  # outputs in all of inputs without positions, and the fewest inputs
+_MAX_CLASSES, _MIN_OF_CLASSES = 2**16, 32  # outputs in all of inputs without positions, and the fewest inputs
 
 
 class Divergence(Score):

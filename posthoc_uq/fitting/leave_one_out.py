@@ -118,6 +118,16 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     units = samples if members is None else len(members)
     all_inverse_values = 1 / (values.unsqueeze(1) + values.new_tensor(RIDGES))
     diagonals = vectors.square() @ all_inverse_values  # of A^-1, for every ridge
+    ridges = RIDGES
+    if (
+        members is None and rotated.shape[1] > samples
+    ):  # many classes: only the best ridge's predictions are made
+        products = rotated @ rotated.T
+        rows = [vectors * inverse for inverse in all_inverse_values.T]
+        errors = torch.stack([((row @ products) * row).sum(1) for row in rows], 1) / diagonals.square()
+        least = int(errors.sum(0).argmin())
+        ridges, part = RIDGES[least : least + 1], slice(least, least + 1)
+        all_inverse_values, diagonals = all_inverse_values[:, part], diagonals[:, part]
     # of all ridges by few products, which read the eigenvectors once
     scaled, columns = all_inverse_values.T.unsqueeze(2) * rotated, rotated.shape[1]
     all_solved = (
@@ -127,7 +137,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     )
     best: LeftOut | None = None
     for ridge, inverse_values, diagonal, solved in zip(
-        RIDGES, all_inverse_values.T, diagonals.T, all_solved, strict=True
+        ridges, all_inverse_values.T, diagonals.T, all_solved, strict=True
     ):
         if members is None:
             residuals = solved / diagonal.unsqueeze(1)
