@@ -27,6 +27,7 @@ EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
 _ROUNDS = 1  # of subspace iteration
 _RANK = 1e-12  # share of the largest entry by which the diagonal of a matrix that may be singular is raised
+_INDEFINITE = 1e-6  # the same where rounding made a covariance indefinite
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 
 
@@ -204,39 +205,34 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     wide = as_double(covariance)
     if classes > EXACT:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
-    program = torch.compiler.is_compiling()  # of few operations, by torch's solvers
-    # outside of a program a NaN stays in its input
-    finite, not_finite = _zero_non_finite_rows(wide) if program else (wide, None)
+    # a NaN stays in its input
     contrasts, of_pairs, unit = _contrasts(classes, wide.dtype, wide.device)
-    largest = finite.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY)
-    floor = 10 * torch.finfo(covariance.dtype).eps * largest
-    # samples last: the matrices are tiny
-    inner = (finite.flatten(1) @ of_pairs).T.unflatten(0, (classes - 1, classes - 1)) + floor * unit
-    if program:
-        factor, inverse = _root_and_inverse(inner.movedim(-1, 0))
-        root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
-    else:
-        rows, factors = torch.cat([inner, unit.expand(inner.shape)], 1), list[Tensor]()
-        for k in range(classes - 1):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
-            factors.append(rows[0] * rows[0, k].clamp(min=floor).rsqrt())
-            rows = rows[1:] - factors[-1][k + 1 : classes - 1].unsqueeze(1) * factors[-1]
-        factor = torch.stack(factors).unflatten(1, (2, classes - 1))  # (k, L^T or L^(-1), contrasts, batch)
-        root, dual = torch.einsum("ci,ktib->tbck", contrasts, factor)
+    largest = wide.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY).reshape(-1, 1, 1)
+    inner = (wide.flatten(1) @ of_pairs).reshape(-1, classes - 1, classes - 1)
+    inner = torch.addcmul(inner, largest, unit, value=10 * torch.finfo(covariance.dtype).eps)
+    factor, failed = torch.linalg.cholesky_ex(inner)
+    # a look takes less than the factors again, but makes a device wait
+    if not torch.compiler.is_compiling() and (failed.device.type != "cpu" or bool(failed.any())):
+        raised = (failed > 0).to(inner).reshape(-1, 1, 1) * largest
+        factor, failed = torch.linalg.cholesky_ex(torch.addcmul(inner, raised, unit, value=_INDEFINITE))
+        factor = factor.masked_fill((failed > 0).reshape(-1, 1, 1), math.nan)
+    inverse = torch.linalg.solve_triangular(factor, unit.expand_as(factor), upper=False)
+    root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
     rest = 1 / dual.square().sum(-1)
-    return _spread(root, rest, not_finite, mean, root - rest.unsqueeze(-1) * dual)
+    return _spread(root, rest, None, mean, root - rest.unsqueeze(-1) * dual)
 
 
 @lru_cache(maxsize=32)
 def _contrasts(classes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Helmert's contrasts ``B`` (classes, classes - 1), each class against those before it; ``kron(B, B)``; and the
-    identity (classes - 1, classes - 1, 1). Cached, since a tracer needs them as constants.
+    identity (classes - 1, classes - 1). Cached, since a tracer needs them as constants.
     """
     with torch.inference_mode(False):
         steps = torch.arange(1, classes, dtype=torch.float64, device="cpu")
         whole = torch.ones(classes, classes - 1, dtype=torch.float64, device="cpu").triu()
         whole[1:].diagonal().sub_(steps)
         whole = (whole / (steps * (steps + 1)).sqrt()).to(device, dtype)
-        unit = torch.eye(classes - 1, dtype=dtype, device=device).unsqueeze(-1)
+        unit = torch.eye(classes - 1, dtype=dtype, device=device)
         return whole, torch.kron(whole, whole), unit
 
 
