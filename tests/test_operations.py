@@ -15,22 +15,22 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # operations, of float64, host reads
 BOUNDS = {
     "mlp": {
-        "prediction, last": (290, 76, 2),
-        "prediction, all": (600, 88, 6),
-        "sweep's batch, last": (270, 10, 8),
-        "sweep's batch, all": (360, 10, 8),
-        "search's trial, last": (600, 211, 3),
-        "search's trial, all": (340, 96, 3),
-        "calibrate, all": (11_700, 3_260, 310),
+        "prediction, last": (150, 29, 2),
+        "prediction, all": (490, 40, 6),
+        "sweep's batch, last": (182, 10, 5),
+        "sweep's batch, all": (274, 10, 5),
+        "search's trial, last": (500, 168, 3),
+        "search's trial, all": (168, 38, 3),
+        "calibrate, all": (11_200, 2_980, 320),
     },
     "lenet": {
-        "prediction, last": (294, 76, 2),
-        "prediction, all": (880, 98, 8),
-        "sweep's batch, last": (278, 10, 8),
-        "sweep's batch, all": (500, 10, 8),
-        "search's trial, last": (593, 210, 3),
-        "search's trial, all": (330, 96, 3),
-        "calibrate, all": (17_100, 4_660, 500),
+        "prediction, last": (154, 29, 2),
+        "prediction, all": (780, 52, 8),
+        "sweep's batch, last": (189, 10, 5),
+        "sweep's batch, all": (414, 10, 5),
+        "search's trial, last": (493, 168, 3),
+        "search's trial, all": (188, 48, 3),
+        "calibrate, all": (16_700, 4_420, 500),
     },
 }
 
