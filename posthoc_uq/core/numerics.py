@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from math import isfinite
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,19 @@ _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by al
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution over so many dimensions."""
+
+
+Kept = TypeVar("Kept")
+
+
+class constant(cached_property[Kept]):
+    """A property that is computed once, of tensors without gradients, and outside of a caller's inference mode, so that
+    later calls with gradients may use it, too.
+    """
+
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return super().__get__(instance, owner)
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device, on_host
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.numerics import constant
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import (
     MAX_CACHED_BYTES,
@@ -521,7 +522,7 @@ class Independent(Covariance):
         self.weights = precision.reciprocal().to(like)
         self._log_determinant = log_sum(precision)
 
-    @cached_property
+    @constant
     def weights(self) -> Tensor:
         """``w``, ``(G, m, n)``: the variances."""
         raise AssertionError("set, or computed by a subclass")
@@ -540,32 +541,32 @@ class Independent(Covariance):
 
     # What is prepared once
 
-    @cached_property
+    @constant
     def narrow_weights(self) -> Tensor:
         """``w`` in the activations' precision."""
         return self.weights.to(self.dtype)
 
-    @cached_property
+    @constant
     def wide_columns(self) -> Tensor:
         """``w`` of a layer of one group in float64, ``(n, m)``."""
         return as_double(self.weights[0]).T
 
-    @cached_property
+    @constant
     def root_weights(self) -> Tensor:
         """``sqrt w``, which turns J into the rows of its diagonal part."""
         return self.weights.sqrt().to(self.dtype)
 
-    @cached_property
+    @constant
     def marginal(self) -> Tensor:
         """The weights' variances in the activations' precision, where `w` are not these."""
         return self.variance().to(self.dtype)
 
-    @cached_property
+    @constant
     def square_weights(self) -> Tensor:
         """The weights of squared activations that give the diagonal's part of each output's variance, ``(G, m, n)``."""
         return self.narrow_weights
 
-    @cached_property
+    @constant
     def equal_weight(self) -> float | None:
         """``w`` where it is the same for all weights, as in INF without a residual; the diagonal's part is then ``w``
         times the squared norm of J.
@@ -954,7 +955,7 @@ class Kronecker(Independent):
     def variance(self) -> Tensor:
         return self._variances
 
-    @cached_property
+    @constant
     def _variances(self) -> Tensor:
         inner = self._output_basis.square() @ self.weights
         return inner @ self._input_basis.square().transpose(-1, -2)
@@ -963,22 +964,22 @@ class Kronecker(Independent):
         bases = self._output_basis.to(jacobians), self._input_basis.to(jacobians)
         return super().whiten(bases[0].transpose(-1, -2) @ jacobians @ bases[1])
 
-    @cached_property
+    @constant
     def bases(self) -> tuple[Tensor, Tensor]:
         """``U_A`` and ``U_G`` in the activations' precision."""
         return self._input_basis.to(self.dtype), self._output_basis.to(self.dtype)
 
-    @cached_property
+    @constant
     def wide_bases(self) -> tuple[Tensor, Tensor]:
         """``U_A`` and ``U_G`` of a layer of one group in float64."""
         return as_double(self._input_basis[0]), as_double(self._output_basis[0])
 
-    @cached_property
+    @constant
     def square_weights(self) -> Tensor:
         """See `Independent`; of activations that are turned by ``U_A``."""
         return self.bases[1].square() @ self.narrow_weights
 
-    @cached_property
+    @constant
     def equal_weight(self) -> float | None:
         return None
 
@@ -1071,7 +1072,7 @@ class WideKronecker(Kronecker):
         roots = self._inside.sqrt().to(jacobians), self._others.sqrt().to(jacobians)
         return self._with_both(rotated, *roots).flatten(1)
 
-    @cached_property
+    @constant
     def _variances(self) -> Tensor:
         return self._by_outputs(self._inside) @ self._input_basis.square().transpose(-1, -2)
 
@@ -1081,7 +1082,7 @@ class WideKronecker(Kronecker):
         outside = (1 - shares.sum(-1, keepdim=True)).clamp(min=0)
         return shares @ weights + outside * self._others.to(weights)
 
-    @cached_property
+    @constant
     def square_weights(self) -> Tensor:
         return self._by_outputs(self._inside.to(self.dtype))
 

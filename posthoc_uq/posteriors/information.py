@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device
-from posthoc_uq.core.numerics import cholesky
+from posthoc_uq.core.numerics import cholesky, constant
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -127,7 +126,7 @@ class LowRankDiagonal(Independent):
         lifted = bases[0] @ inner @ bases[1]
         return lifted if self._shrink is None else lifted.mul_(self._shrink.to(lifted))
 
-    @cached_property
+    @constant
     def _root(self) -> Tensor:
         """``R``, ``(G, L, L)``."""
         return cholesky(self._identity_plus_m())
@@ -204,13 +203,13 @@ class LowRankDiagonal(Independent):
             groups, size, width_g, width_a
         )
 
-    @cached_property
+    @constant
     def _stiff(self) -> bool:
         """Whether some direction is so much stiffer than the others that squares would lose what it leaves."""
         diagonal = self._root.diagonal(dim1=-2, dim2=-1)
         return diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _MIN_STIFF
 
-    @cached_property
+    @constant
     def row_roots(self) -> Tensor:
         """``T_o``, ``(G, m, a, a)``: row ``o``'s covariance is ``H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``.
 
@@ -247,7 +246,7 @@ class LowRankDiagonal(Independent):
     def variance(self) -> Tensor:
         return self._variances
 
-    @cached_property
+    @constant
     def _variances(self) -> Tensor:
         inverse, roots = as_double(self.weights), self.row_roots
         variances, basis, scaled = inverse.clone(), as_double(self._input_basis), self._scaled(inverse)
@@ -264,13 +263,13 @@ class LowRankDiagonal(Independent):
 
     # What is prepared once
 
-    @cached_property
+    @constant
     def _wide(self) -> tuple[Tensor, Tensor]:
         """``w`` and ``s w`` in float64."""
         weights = as_double(self.weights)
         return weights, self._scaled(weights)
 
-    @cached_property
+    @constant
     def narrow(self) -> _Narrow:
         """For contractions in the activations' precision.
 
@@ -317,7 +316,7 @@ class LowRankDiagonal(Independent):
             return _Narrow(narrow[0], narrow[1], places, narrow[2], narrow[3], None)
         return _Narrow(narrow[0], narrow[1], places, root, roots, narrow[2])
 
-    @cached_property
+    @constant
     def wide_reduction(self) -> Tensor:
         """``R^-1 D`` in float64, ``(G, L, L)``, for a tracer: not every program has triangular solves."""
         return self._inverse_columns().flatten(2)
@@ -327,7 +326,7 @@ class LowRankDiagonal(Independent):
             _ = self.wide_reduction
         return super().traceable(shape)
 
-    @cached_property
+    @constant
     def wide_rows(self) -> tuple[Tensor, Tensor]:
         """Of a layer of one group in float64 ``diag(s w)_o U_a`` of all outputs, side by side ``(n, m a)``, and
         ``R^-1 D (U_g[o] x 1)``, ``(m, a, L)``: what the low rank takes from the covariance of two outputs is the
@@ -337,7 +336,7 @@ class LowRankDiagonal(Independent):
         turned = (self._wide[1][0].T.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
         return turned, torch.einsum("og,lga->oal", outputs, self._inverse_columns()[0]).contiguous()
 
-    @cached_property
+    @constant
     def subtracted_rows(self) -> Tensor:
         """``T_o U_a^T diag(s w)_o`` of all outputs of a layer of one group, one below the other, ``(m a, n)``: the
         squares of their products with activations are what the low rank takes from the outputs' variances.
@@ -350,7 +349,7 @@ class LowRankDiagonal(Independent):
         basis = as_double(self._input_basis[0]).to(shrunk)
         return self.row_roots[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))
 
-    @cached_property
+    @constant
     def variance_roots(self) -> list[Tensor]:
         """Triangular roots of the covariances of each output's weights, one below the other, in blocks of rows without
         the columns that are 0, ``(m height, n - start)``: the variances of the outputs of a layer of one group are sums

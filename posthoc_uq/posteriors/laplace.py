@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
-from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
+from posthoc_uq.core.numerics import cholesky, constant, eigh_descending, positive_part
 from posthoc_uq.core.options import Count
 from posthoc_uq.posteriors.block import (
     BITS,
@@ -353,7 +352,7 @@ class SubnetworkBlock(Block):
     kept: Annotated[Tensor, TensorField(BITS, bits=True, largest=255.0)]
     weights: Count
 
-    @cached_property
+    @constant
     def index(self) -> Tensor:
         """The places of the chosen weights, ascending, ``(chosen,)``."""
         return unpacked(self.kept, self.weights).nonzero().flatten()

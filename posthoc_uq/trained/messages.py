@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError
-from posthoc_uq.core.numerics import cholesky
+from posthoc_uq.core.numerics import cholesky, constant
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
@@ -91,7 +90,7 @@ class Moved(Covariance):
         outputs._inner = self._inner.traceable(shape)
         return outputs
 
-    @cached_property
+    @constant
     def _marginal(self) -> Tensor:
         return self.variance()
 
@@ -183,7 +182,7 @@ class MessagesBlock(Block):
     def covariance(self, settings: PrecisionSettings) -> Moved:
         return Moved(Variances((self._ratio(settings) / self.total()).to(self.field)), self.shift)
 
-    @cached_property
+    @constant
     def _mean(self) -> Tensor:
         return _returned(self.moved_mean(), as_double(self.shift))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import log, pi, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.core.numerics import constant
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
@@ -304,7 +305,7 @@ class SpikeAndSlab(Independent):
 
     log_determinant = Covariance.log_determinant  # there is none
 
-    @cached_property
+    @constant
     def weights(self) -> Tensor:
         """Their variances, ``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
         slab = self._mean if self._scale is None else self._mean * self._over("z_mean", 1.0)
