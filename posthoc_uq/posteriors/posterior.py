@@ -172,6 +172,9 @@ class Cache(Generic[Value]):
                 self._entries[name] = value, size
 
 
+_DRAWN_NUMBERS = 2**18  # of draws that are written into the result together
+
+
 def _bytes_beyond(covariance: Covariance, block: Block) -> int:
     """Memory that a covariance holds beyond its block."""
     stored = {tensor.data_ptr() for tensor in block.tensors().values()}
@@ -635,20 +638,23 @@ class Posterior:
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
-        draws: dict[str, Tensor] = {}
+        draws, random = dict[str, Tensor](), torch.Generator()
         for number, (name, block) in enumerate(self.blocks.items()):
-            covariance, like = self.covariance(name), next(iter(block.tensors().values()))
-            row, of_block = like.new_empty(1, *self.layout.shape(name)), dict[str, Tensor]()
-            # One at a time, which is as fast, and needs the memory of the result alone: a triangular solve rounds
-            # several columns differently from one.
-            for place, seed in enumerate(unique):
-                row[0] = covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, number)), row[0])
-                for layer, matrix in self.layout.split(name, row):
+            covariance, shape = self.covariance(name), self.layout.shape(name)
+            like, of_block = next(iter(block.tensors().values())).new_empty(shape), dict[str, Tensor]()
+            step = max(1, _DRAWN_NUMBERS // like.numel())
+            for start in range(0, len(unique), step):
+                part = slice(start, min(len(unique), start + step))
+                drawn = like.new_empty(part.stop - start, *shape)
+                # one at a time: solves and products round several draws otherwise than one
+                for own, seed in zip(drawn, unique[part], strict=True):
+                    own.copy_(covariance.draw(random.manual_seed(mixed_seed(seed, number)), like))
+                for layer, matrix in self.layout.split(name, drawn):
                     for parameter, values in layer.to_parameters(matrix).items():
-                        if place == 0:
-                            shape = (len(unique), *values.shape[1:])
-                            of_block[parameter] = self.mean[parameter].new_empty(shape)
-                        of_block[parameter][place] = values[0]
+                        if start == 0:
+                            whole = len(unique), *values.shape[1:]
+                            of_block[parameter] = self.mean[parameter].new_empty(whole)
+                        of_block[parameter][part] = values
             for parameter, draw in of_block.items():
                 mean = self.mean[parameter]
                 if signs is not None:
