@@ -293,6 +293,40 @@ def test_directions_and_rest_are_a_covariance() -> None:
     torch.testing.assert_close(again.root, found.root)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [11, 12, 40, 100])
+def test_fewer_directions_than_are_looked_for(classes: int, dtype: torch.dtype) -> None:
+    """As behind a narrow layer: what rounding leaves of the other directions is no variance."""
+    generator = torch.Generator().manual_seed(classes)
+    mean = torch.randn(8, classes, generator=generator, dtype=torch.float64)
+    centring = torch.eye(classes, dtype=torch.float64) - 1 / classes
+    for rank in (0, 1, 2, 4):
+        for common in (0.0, 30.0):
+            few = torch.randn(8, classes, rank, generator=generator, dtype=torch.float64)
+            covariance = few @ few.transpose(1, 2) + common
+            given = covariance.to(dtype)
+            found = of_product(mean.to(dtype), given.diagonal(dim1=1, dim2=2), lambda x, k=given: k @ x)
+            whole = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
+            limit = 1e-4 if dtype == torch.float32 else 1e-9
+            error = (whole.double() - centring @ covariance @ centring).abs().max()
+            assert float(error) < limit * (1 + covariance.abs().max()), (rank, common)
+
+
+def test_a_covariance_that_rounding_made_indefinite() -> None:
+    """Its row stays finite and near the covariance without that error, and no other row changes."""
+    few = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    covariance = few @ few.transpose(1, 2)
+    mean = torch.zeros(3, 5, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(covariance[1])
+    for error in (1e-9, 1e-5):
+        spoilt = covariance.clone()
+        spoilt[1] -= error * values[-1] * torch.outer(vectors[:, 0], vectors[:, 0])
+        found, expected = of_covariance(mean, spoilt), of_covariance(mean, covariance)
+        torch.testing.assert_close(found.root[::2], expected.root[::2], rtol=0, atol=0)
+        gram = [each.root @ each.root.transpose(1, 2) for each in (found, expected)]
+        assert float((gram[0] - gram[1]).abs().max()) < 2e-3 * values[-1]
+
+
 def test_inputs_that_are_not_finite_disturb_no_other() -> None:
     own = posterior("classification")
     for classes in (4, 30):

@@ -26,8 +26,8 @@ DIRECTIONS = 5  # common directions, for more than `EXACT` classes
 EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
 _ROUNDS = 1  # of subspace iteration
-_RANK = 1e-12  # share of the largest entry by which the diagonal of a matrix that may be singular is raised
-_INDEFINITE = 1e-6  # the same where rounding made a covariance indefinite
+_RANK = 1e-12  # share by which the diagonal of a matrix that may be singular is raised, in float64
+_INDEFINITE = (1e-6, 1e-3)  # the same where rounding made a covariance indefinite, one after the other
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 
 
@@ -211,10 +211,13 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     inner = (wide.flatten(1) @ of_pairs).reshape(-1, classes - 1, classes - 1)
     inner = torch.addcmul(inner, largest, unit, value=10 * torch.finfo(covariance.dtype).eps)
     factor, failed = torch.linalg.cholesky_ex(inner)
-    # a look takes less than the factors again, but makes a device wait
-    if not torch.compiler.is_compiling() and (failed.device.type != "cpu" or bool(failed.any())):
+    for share in _INDEFINITE:
+        # a look takes less than the factors again, but makes a device wait, and a tracer has nothing to look at
+        if failed.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(failed.any()):
+            break
         raised = (failed > 0).to(inner).reshape(-1, 1, 1) * largest
-        factor, failed = torch.linalg.cholesky_ex(torch.addcmul(inner, raised, unit, value=_INDEFINITE))
+        inner = torch.addcmul(inner, raised, unit, value=share)
+        factor, failed = torch.linalg.cholesky_ex(inner)
         factor = factor.masked_fill((failed > 0).reshape(-1, 1, 1), math.nan)
     inverse = torch.linalg.solve_triangular(factor, unit.expand_as(factor), upper=False)
     root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
@@ -269,28 +272,32 @@ def of_product(mean: Tensor, variance: Tensor, product: MatrixProduct) -> LogitC
     basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
     for _ in range(_ROUNDS):
         basis = weighted(basis)
-        basis = basis @ _root_and_inverse(_raised(basis.transpose(1, 2) @ basis))[1].transpose(1, 2)
+        squares = basis.transpose(1, 2) @ basis
+        inverse, failed = _inverse_root(squares, _RANK * squares.diagonal(dim1=1, dim2=2).amax(1))
+        basis = (basis @ inverse.transpose(1, 2)).masked_fill(failed, 0.0)
     image = weighted(basis)
     inner = basis.transpose(1, 2) @ image
-    inverse = _root_and_inverse(_raised((inner + inner.transpose(1, 2)) / 2))[1]
+    # rounding of the product, also of what all logits share and centring removed, may have made it indefinite
+    rounding = max(_RANK, 10 * torch.finfo(mean.dtype).eps)
+    trace = (weights[:, :, 0].square() * as_double(variance).masked_fill(not_finite, 0.0)).sum(1)
+    inverse, failed = _inverse_root((inner + inner.transpose(1, 2)) / 2, rounding * trace)
     root = image @ inverse.transpose(1, 2) / weights.clamp(min=torch.finfo(weights.dtype).tiny)
+    root = root.masked_fill(failed, 0.0)  # then all of it is taken as independent
     # centring removed 1 / C of the independent part
     rest = (diagonal - root.square().sum(-1)).clamp(min=0) * (classes / (classes - 1))
     return _spread(root, rest, not_finite, mean)
 
 
-def _raised(matrices: Tensor) -> Tensor:
-    """Positive semidefinite matrices with a diagonal that is raised as far as their roots need it."""
-    diagonal = matrices.diagonal(dim1=1, dim2=2)
-    least = _RANK * diagonal.amax(1, keepdim=True).clamp(min=torch.finfo(matrices.dtype).tiny / _RANK)
-    return matrices + torch.diag_embed(least.expand_as(diagonal))
-
-
-def _root_and_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """``L`` of ``A = L L^T``, and ``L^-1``."""
-    root = torch.linalg.cholesky_ex(matrices).L
+def _inverse_root(matrices: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:
+    """``L^-1`` of ``A = L L^T``, for positive semidefinite matrices ``(batch, n, n)`` whose diagonal is raised by so
+    much, ``(batch,)``; and where there is none, ``(batch, 1, 1)``.
+    """
     unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    return root, torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False)
+    raised = raised.clamp(min=torch.finfo(matrices.dtype).tiny).reshape(-1, 1, 1)
+    root, failed = torch.linalg.cholesky_ex(matrices + raised * unit)
+    failed = (failed > 0).reshape(-1, 1, 1)
+    root = torch.where(failed, unit, root)
+    return torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False), failed
 
 
 def _weights(mean: Tensor, variance: Tensor) -> Tensor:
