@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -469,7 +470,7 @@ def serves(device: torch.device) -> dict[str, Any]:
     service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))
     try:
         body = json.dumps({"inputs": images(6, 3)[0].tolist()}).encode()
-        answers = service.predict(body, {"content-type": "application/json"}, many=True).result()
+        answers = asyncio.run(service.predict(body, {"content-type": "application/json"}, many=True))
         return dict(enumerate(answers))
     finally:
         service.close()

@@ -31,11 +31,13 @@ Kept = TypeVar("Kept")
 
 
 class constant(cached_property[Kept]):
-    """A property that is computed once, of tensors without gradients, and outside of a caller's inference mode, so that
-    later calls with gradients may use it, too.
+    """A property that is computed once, and outside of a caller's inference mode: later calls with gradients may use
+    it, too.
     """
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return super().__get__(instance, owner)
         with torch.inference_mode(False), torch.no_grad():
             return super().__get__(instance, owner)
 

@@ -215,10 +215,10 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
         # a look takes less than the factors again, but makes a device wait, and a tracer has nothing to look at
         if failed.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(failed.any()):
             break
-        raised = (failed > 0).to(inner).reshape(-1, 1, 1) * largest
+        raised = failed.bool().to(inner).reshape(-1, 1, 1) * largest
         inner = torch.addcmul(inner, raised, unit, value=share)
         factor, failed = torch.linalg.cholesky_ex(inner)
-        factor = factor.masked_fill((failed > 0).reshape(-1, 1, 1), math.nan)
+        factor = factor.masked_fill(failed.bool().reshape(-1, 1, 1), math.nan)
     inverse = torch.linalg.solve_triangular(factor, unit.expand_as(factor), upper=False)
     root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
     rest = 1 / dual.square().sum(-1)
@@ -295,7 +295,7 @@ def _inverse_root(matrices: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:
     unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     raised = raised.clamp(min=torch.finfo(matrices.dtype).tiny).reshape(-1, 1, 1)
     root, failed = torch.linalg.cholesky_ex(matrices + raised * unit)
-    failed = (failed > 0).reshape(-1, 1, 1)
+    failed = failed.bool().reshape(-1, 1, 1)
     root = torch.where(failed, unit, root)
     return torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False), failed
 
