@@ -93,10 +93,9 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
                     # parametrization computes; it has no deep copy.
                     memo[id(tensor)] = tensor.detach().clone()
     try:
-        for (
-            module
-        ) in by_hand:  # a deep copy would look at each of its flags, and at a dozen empty tables of hooks
-            state = dict(cast(Any, module).__getstate__())
+        # a deep copy would look at each of their flags, and at a dozen empty tables of hooks
+        for module in by_hand:
+            state = dict(vars(module))
             for name, value in state.items():
                 if name in _OF_EVERY_MODULE and not value:
                     state[name] = type(value)()

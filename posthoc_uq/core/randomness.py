@@ -19,6 +19,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 
 _MASK = (1 << 64) - 1
+_KEPT_WORDS = 2**18  # up to which the factors of an input's words are kept
 _MAX_WORDS = 2**20  # of 8 bytes, in one temporary of the hashes
 # 64-bit numbers are hashed as two words: the low bits of a float64 such as 1.0 are all zero, and would stay zero in a
 # product modulo 2^64.
@@ -72,7 +73,8 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
         if rows.is_complex():
             rows = torch.view_as_real(rows).reshape(samples, -1)
         words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
-        weights = _odd_words(words.shape[1], words.device)
+        make = _odd_words if words.shape[1] <= _KEPT_WORDS else _odd_words.__wrapped__
+        weights = make(words.shape[1], words.device)
         step = max(1, _MAX_WORDS // max(1, words.shape[1]))
         sums = [(few.to(torch.int64) * weights).sum(dim=1) for few in words.split(step)]
         part = mix(torch.cat(sums))

@@ -138,7 +138,7 @@ class Spectrum:
             kept = (
                 points.long().to(device),
                 shares.to(dtype).to(device),
-                information.to(device).mT.contiguous(),
+                on_device(information, device).mT.contiguous(),
             )
             self._layers[name] = _Directions(inputs, outputs, *kept, prior)
         found = torch.cat([layer.points for layer in self._layers.values()]).unique()
@@ -253,7 +253,7 @@ class Spectrum:
     def _variances_at(self, width: float) -> dict[str, Tensor]:
         """``1 / (x + tau)`` of each layer's directions, ``(G, a, g)``."""
         return {
-            name: (layer.information + width).reciprocal().to(self.dtype)
+            name: (layer.information + width).reciprocal().to(self._points.device, self.dtype)
             for name, layer in self._layers.items()
         }
 

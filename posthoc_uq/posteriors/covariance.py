@@ -853,16 +853,17 @@ def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
     return inputs.index_select(2, first).mul_(inputs.index_select(2, second))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _pairs_of(positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The first and the second of all pairs of positions, and the place among them of every pair in both orders,
     ``(positions**2,)``.
     """
-    first, second = torch.triu_indices(positions, positions, device=device)
-    places = torch.empty(positions, positions, dtype=torch.long, device=device)
-    numbers = torch.arange(len(first), device=device)
-    places[first, second], places[second, first] = numbers, numbers
-    return first, second, places.flatten()
+    with torch.inference_mode(False):  # later gradients may need them
+        first, second = torch.triu_indices(positions, positions, device=device)
+        places = torch.empty(positions, positions, dtype=torch.long, device=device)
+        numbers = torch.arange(len(first), device=device)
+        places[first, second], places[second, first] = numbers, numbers
+        return first, second, places.flatten()
 
 
 def _by_pairs(pairs: Tensor, gradients: Tensor, weights: Tensor, mode: Mode) -> Tensor:

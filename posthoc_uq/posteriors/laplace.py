@@ -201,6 +201,7 @@ class WideKroneckerBlock(Block):
 
     kind = "kfac_wide"
     makes = WideKronecker
+    factorises = False
 
     input_basis: Annotated[Tensor, TensorField(GROUPS, INPUTS, INPUTS, orthonormal=True)]
     output_basis: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, _KEPT, orthonormal=True)]
