@@ -18,6 +18,7 @@ from posthoc_uq.posteriors import (
     Mode,
     PrecisionSettings,
     SubnetworkBlock,
+    WideKroneckerBlock,
     packed,
     precise_values,
 )
@@ -56,6 +57,26 @@ def of_block(kind: str, groups: int) -> tuple[Covariance, Tensor]:
             SCALE * fisher + TAU * torch.eye(len(fisher), dtype=DOUBLE)
         )
         return SubnetworkBlock(fisher, packed(chosen), weights).covariance(settings), sigma
+    if kind == "kfac_wide":  # two of the outputs' directions, and one eigenvalue for the others
+        bases = [
+            torch.linalg.qr(normals(groups, size, kept, seed=size)).Q
+            for size, kept in ((INPUTS, 5), (OUTPUTS, 2))
+        ]
+        values = [normals(groups, kept, seed=kept).square() for kept in (5, 2)]
+        rest = torch.tensor([0.3, 0.0], dtype=DOUBLE)[:groups]
+        block = WideKroneckerBlock(*bases, *values, rest)
+        factors = [
+            basis @ torch.diag_embed(each) @ basis.mT for basis, each in zip(bases, values, strict=True)
+        ]
+        outside = torch.eye(OUTPUTS, dtype=DOUBLE) - bases[1] @ bases[1].mT
+        factors[1] = factors[1] + rest[:, None, None] * outside
+        fisher = torch.block_diag(
+            *(torch.kron(of_outputs, of_inputs) for of_inputs, of_outputs in zip(*factors, strict=True))
+        )
+        torch.testing.assert_close(torch.block_diag(*block.dense()), fisher)
+        return block.covariance(settings), torch.linalg.inv(
+            SCALE * fisher + TAU * torch.eye(weights, dtype=DOUBLE)
+        )
     name, *choices = kind.split()
     correction, rank = choices or ("rescale", 12)
     block = build(name, stats, int(rank), correction)
@@ -69,6 +90,7 @@ CASES: dict[str, Callable[[int], tuple[Covariance, Tensor]]] = {
     for kind in (
         "diagonal",
         "kfac",
+        "kfac_wide",
         "efb",
         "inf rescale 1",
         "inf rescale 12",

@@ -175,11 +175,12 @@ def test_frozen_weights_are_not_in_the_kernel() -> None:
         tangent_kernel(nn.Linear(4, 2, bias=False), batches_of(torch.zeros(5, 4)), 0)
 
 
+@pytest.mark.parametrize("columns", [2, 40])  # fewer than samples, and more: other products find the ridge
 @pytest.mark.parametrize("grouped", [False, True])
-def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped: bool) -> None:
+def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped: bool, columns: int) -> None:
     torch.manual_seed(1)
     features = torch.cat((torch.randn(24, 6), torch.ones(24, 1)), 1).double()
-    targets = torch.randn(24, 2, dtype=torch.float64)
+    targets = torch.randn(24, columns, dtype=torch.float64) + features[:, :1]
     groups = torch.arange(24) // 3 if grouped else None
     kernel = features @ features.T
     found = leave_one_out(kernel, targets, groups)

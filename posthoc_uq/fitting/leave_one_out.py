@@ -121,7 +121,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     ridges = RIDGES
     if (
         members is None and rotated.shape[1] > samples
-    ):  # many classes: only the best ridge's predictions are made
+    ):  # many classes: the best ridge's predictions alone are made
         products = rotated @ rotated.T
         rows = [vectors * inverse for inverse in all_inverse_values.T]
         errors = torch.stack([((row @ products) * row).sum(1) for row in rows], 1) / diagonals.square()

@@ -49,6 +49,7 @@ from posthoc_uq.posteriors.laplace import (
     KroneckerBlock,
     MeanFieldBlock,
     SubnetworkBlock,
+    WideKroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.search import maximise_evidence, search_decades
@@ -104,6 +105,7 @@ __all__ = [
     "TensorSpec",
     "WeightPrior",
     "Weights",
+    "WideKroneckerBlock",
     "jacobian_gram",
     "maximise_evidence",
     "packed",
