@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
@@ -67,7 +67,7 @@ class OnDemand:
         vars(prediction)[self._name] = value
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Prediction(ABC):
     """The predictive distribution of a batch's targets.
 
@@ -109,7 +109,6 @@ class Prediction(ABC):
         "with_novelty",
     )
 
-    _: KW_ONLY
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
     promises: ConformalScores | str | None = None
     sample_keys: Annotated[Tensor | None, "batch", int] = None
