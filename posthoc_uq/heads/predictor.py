@@ -721,8 +721,8 @@ class Predictor(nn.Module, ABC):
         """Refused, but for a module around this one, to whose state it adds nothing."""
         if kwargs.get("destination") is None:
             raise PosthocUQError(
-                "A predictor has no state dict: uq.save(predictor.posterior, path) keeps the posterior, and "
-                "model.state_dict() the model's weights."
+                "A predictor has no state dict, and cannot be traced: uq.export(predictor, x) makes a program, "
+                "uq.save(predictor.posterior, path) keeps the posterior, and model.state_dict() the model's weights."
             )
         return super().state_dict(*args, **kwargs)
 
