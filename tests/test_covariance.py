@@ -138,6 +138,9 @@ def test_numbers_of_the_weights(case: str, groups: int) -> None:
     torch.testing.assert_close(covariance.variance().flatten(), sigma.diagonal(), **CLOSE)
     drawn = covariance.transform(torch.eye(layer.parameters, dtype=DOUBLE).reshape(-1, *whole)).flatten(1)
     torch.testing.assert_close(drawn.T @ drawn, sigma, **CLOSE)
+    like, generator = torch.empty(whole, dtype=DOUBLE), torch.Generator()
+    alone = [covariance.draw(generator.manual_seed(seed), like) for seed in (3, 4, 5)]
+    torch.testing.assert_close(covariance.draws([3, 4, 5], like), torch.stack(alone), **CLOSE)
     uncertain = sigma.diagonal() > 0
     expected = -torch.logdet(sigma[uncertain][:, uncertain])
     torch.testing.assert_close(covariance.log_determinant(), expected, **CLOSE)

@@ -162,6 +162,23 @@ class LayerRows(NamedTuple):
     gradients: Tensor
 
 
+_ALIGNED_BYTES = 64  # between the numbers of draws: products round by where their matrices begin
+
+
+def normals_of(seeds: Sequence[int], like: Tensor) -> Tensor:
+    """The standard normals of each seed, ``(draws, *shape)``, in the number format and on the device of `like`. Those
+    of a draw begin where memory is aligned, as if they were alone.
+    """
+    step = _ALIGNED_BYTES // like.element_size()
+    rows = like.new_empty(len(seeds), -(-like.numel() // step) * step, device="cpu")
+    drawn, generator = rows[:, : like.numel()].unflatten(1, like.shape), torch.Generator()
+    for own, seed in zip(drawn, seeds, strict=True):
+        own.normal_(generator=generator.manual_seed(seed))
+    if like.device.type == "cpu":
+        return drawn
+    return rows.to(like.device)[:, : like.numel()].unflatten(1, like.shape)
+
+
 Self = TypeVar("Self", bound="Covariance")
 
 
@@ -202,6 +219,21 @@ class Covariance:
         """
         normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
         return self.transform(normals.unsqueeze(0))[0]
+
+    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
+        """One draw for each seed, ``(draws, G, m, n)``, each the same bit for bit whatever others are made with it.
+
+        Products of several draws, and products at another place of the memory, round otherwise than that of one: a
+        subclass that overrides this does together what is done number by number, and has a product for each draw.
+
+        Args:
+            seeds: of the generator that `draw` takes.
+            like: see `draw`.
+        """
+        drawn, generator = like.new_empty(len(seeds), *like.shape), torch.Generator()
+        for own, seed in zip(drawn, seeds, strict=True):
+            own.copy_(self.draw(generator.manual_seed(seed), like))
+        return drawn
 
     def transform(self, normals: Tensor) -> Tensor:
         """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, Sigma)``, by a linear map."""
@@ -915,6 +947,9 @@ def joined_rows(covariances: Tensor, joint: bool) -> Tensor:
 class DiagonalPrecision(Independent):
     """A diagonal precision ``(G, m, n)``."""
 
+    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
+        return self.transform(normals_of(seeds, like))
+
     def transform(self, normals: Tensor) -> Tensor:
         return normals * self.weights.sqrt()
 
@@ -949,6 +984,12 @@ class Kronecker(Independent):
     def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
         super().__init__(precision, input_basis)
         self._input_basis, self._output_basis = input_basis, output_basis
+
+    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
+        drawn, inputs = normals_of(seeds, like).mul_(self.weights.sqrt()), self._input_basis.transpose(-1, -2)
+        for own in drawn:
+            torch.bmm(torch.bmm(self._output_basis, own), inputs, out=own)
+        return drawn
 
     def transform(self, normals: Tensor) -> Tensor:
         return self._output_basis @ (normals * self.weights.sqrt()) @ self._input_basis.transpose(-1, -2)
@@ -1057,6 +1098,8 @@ class WideKronecker(Kronecker):
         super().__init__(input_basis, output_basis, both)
         self._log_determinant = self._log_determinant - kept * log_sum(others)
         self._inside, self._others = (each.reciprocal().to(input_basis) for each in (precision, others))
+
+    draws = Covariance.draws  # its map is no scaling and two products
 
     def _with_both(self, columns: Tensor, inside: Tensor, others: Tensor) -> Tensor:
         """``U diag(inside) U^T x + diag(others) (x - U U^T x)`` of columns ``(..., G, m, any)``, entry by entry."""

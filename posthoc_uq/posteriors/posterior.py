@@ -638,17 +638,14 @@ class Posterior:
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
-        draws, random = dict[str, Tensor](), torch.Generator()
+        draws = dict[str, Tensor]()
         for number, (name, block) in enumerate(self.blocks.items()):
             covariance, shape = self.covariance(name), self.layout.shape(name)
             like, of_block = next(iter(block.tensors().values())).new_empty(shape), dict[str, Tensor]()
             step = max(1, _DRAWN_NUMBERS // like.numel())
             for start in range(0, len(unique), step):
                 part = slice(start, min(len(unique), start + step))
-                drawn = like.new_empty(part.stop - start, *shape)
-                # one at a time: solves and products round several draws otherwise than one
-                for own, seed in zip(drawn, unique[part], strict=True):
-                    own.copy_(covariance.draw(random.manual_seed(mixed_seed(seed, number)), like))
+                drawn = covariance.draws([mixed_seed(seed, number) for seed in unique[part]], like)
                 for layer, matrix in self.layout.split(name, drawn):
                     for parameter, values in layer.to_parameters(matrix).items():
                         if start == 0:
