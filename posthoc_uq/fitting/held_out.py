@@ -129,6 +129,7 @@ class HeldOutLoss(Score):
         self.temperature: float | None = None
         self._at_every_prior: list[tuple[Any, Tensor]] | None = None
         self._correction = 1.0
+        self._kept: list[tuple[Batch, Tensor]] | None = None  # all batches, where they are few
 
     @contextmanager
     def approximated(self, settings: Hyperparameters) -> Generator[bool]:
@@ -159,6 +160,11 @@ class HeldOutLoss(Score):
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """All batches with their targets, in the same order at every call. Few of them are read from the loader once."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept, nbytes = list[tuple[Batch, Tensor]](), 0
         with isolated_random_state(self._seed):
             read = batches(self._loader, self._reader)
             for batch in read if backward_dominates(self.posterior) else joined(read):
@@ -167,7 +173,13 @@ class HeldOutLoss(Score):
                         "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs "
                         f"alone; {WITH_TARGETS}"
                     )
-                yield batch, batch.targets.clone()  # which are kept beside features and outputs
+                yield batch, (targets := batch.targets.clone())  # which are kept beside features and outputs
+                nbytes += sum(tensor.nbytes for tensor in (*batch.tensors, targets))
+                if nbytes <= TEMPORARY_BYTES and not self._cache.nbytes:  # else features are kept in their place
+                    kept.append((batch.kept(), targets))
+                else:
+                    kept, nbytes = [], inf
+        self._kept = kept or None
 
     def _check_network(self) -> None:
         with self._rows_named():
