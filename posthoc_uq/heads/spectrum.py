@@ -30,9 +30,9 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.heads.jacobians import Pulled
 from posthoc_uq.heads.predictor import KeyedCache
-from posthoc_uq.layers.operands import rotate_output_gradients
+from posthoc_uq.layers.operands import TOUCH_COST, Rows, chunks, rotate_output_gradients
 from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.covariance import LayerRows, jacobian_gram
+from posthoc_uq.posteriors.covariance import LayerRows, gram, jacobian_gram
 
 _POINTS = 10  # for each decade
 ROUNDING = (log(10) / _POINTS) ** 2 / 16  # the largest relative error of a variance by the grid
@@ -188,19 +188,21 @@ class Spectrum:
 
     def _add_layer(self, name: str, rows: LayerRows, points: Tensor, rest: Tensor) -> None:
         """Add a layer with several positions to the sums of each point, and of all other directions."""
-        layer, (activations, gradients) = self._layers[name], rows
-        functions = gradients.shape[2]
-        if not layer.complete:
-            rest += self._in_all_directions(layer, rows)
+        layer = self._layers[name]
         if not layer.points.numel():
+            if not layer.complete:
+                rest += self._in_all_directions(layer, rows)
             return
-        inputs, outputs = (
-            activations.project(layer.inputs),
-            rotate_output_gradients(gradients, layer.outputs),
-        )
-        # one product for all functions, which does not copy the inputs for each: (S, G, F g, a)
-        cores = torch.matmul(outputs.flatten(2, 3), inputs)
-        cores = cores.unflatten(2, (functions, -1)).transpose(1, 2).flatten(2)
+        if _by_jacobian(layer, rows):
+            cores = self._rotated_jacobian(layer, rows, rest)
+        else:
+            if not layer.complete:
+                rest += self._in_all_directions(layer, rows)
+            inputs, functions = rows.activations.project(layer.inputs), rows.gradients.shape[2]
+            outputs = rotate_output_gradients(rows.gradients, layer.outputs)
+            # one product for all functions, which does not copy the inputs for each: (S, G, F g, a)
+            cores = torch.matmul(outputs.flatten(2, 3), inputs).unflatten(2, (functions, -1))
+        cores = cores.transpose(1, 2).flatten(2)
         grid = self._grids.get(name)
         if grid is None:
             self._grids[name] = grid = self._grid(layer)
@@ -216,6 +218,21 @@ class Spectrum:
                 rest -= near.sum(1)
         if layer.complete and grid.first:
             rest += torch.matmul(cores[:, :, : grid.first], columns[:, : grid.first])
+
+    def _rotated_jacobian(self, layer: _Directions, rows: LayerRows, rest: Tensor) -> Tensor:
+        """``U_g^T J U_a`` ``(S, G, F, g, a)`` from J, whose ``J J^T`` is added to the rest."""
+        activations, gradients = rows
+        samples, groups, functions, outputs, _ = gradients.shape
+        numbers, found = groups * functions * outputs * layer.inputs.shape[1], list[Tensor]()
+        for part in chunks(samples, numbers, gradients.element_size(), self._limit):
+            stacked = gradients[part].flatten(2, 3).transpose(2, 3)
+            jacobian = activations.part(part).gradients(stacked, self._limit)
+            if not layer.complete:
+                by_function = jacobian.unflatten(2, (functions, outputs)).transpose(1, 2).flatten(2)
+                rest[part] += gram(by_function, "covariance") / layer.prior
+            rotated = Rows(jacobian).project(layer.inputs).unflatten(2, (functions, outputs))
+            found.append(rotate_output_gradients(rotated, layer.outputs))
+        return torch.cat(found)
 
     def _grid(self, layer: _Directions) -> _Grid:
         """How the eigenvalues of a layer lie on the grid."""
@@ -256,6 +273,18 @@ class Spectrum:
             name: (layer.information + width).reciprocal().to(self._points.device, self.dtype)
             for name, layer in self._layers.items()
         }
+
+
+def _by_jacobian(layer: _Directions, rows: LayerRows) -> bool:
+    """Whether J is cheaper than rotated activations and gradients, and what ``J J^T`` takes beside them."""
+    _, _, functions, outputs, positions = rows.gradients.shape
+    (_, inputs, of_inputs), of_outputs = layer.inputs.shape, layer.outputs.shape[2]
+    rotated = inputs * of_inputs + functions * of_outputs * (outputs + of_inputs)
+    rotated = positions * (rotated + TOUCH_COST * (of_inputs + functions * of_outputs))
+    jacobian = functions * outputs * inputs * (positions + TOUCH_COST)
+    if not layer.complete:
+        rotated += min(jacobian, positions**2 * (inputs + functions * outputs))
+    return jacobian + functions * outputs * of_inputs * (inputs + of_outputs) < rotated
 
 
 def _weighted_gram(weights: Tensor, columns: Tensor) -> Tensor:

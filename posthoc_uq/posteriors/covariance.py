@@ -447,8 +447,10 @@ def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: i
     parts: list[Tensor] = []
     for part in chunks(samples, numbers, gradients.element_size(), limit):
         if by_pairs:
-            rows, columns = activations.part(part).rows(), gradients[part].transpose(-1, -2)
-            weighted = torch.matmul(torch.matmul(rows, rows.transpose(-1, -2)).unsqueeze(2), columns)
+            rows, columns = activations.part(part).rows(), gradients[part]
+            # one product for all functions, which does not copy the pairs for each
+            weighted = torch.matmul(columns.flatten(2, 3), torch.matmul(rows, rows.transpose(-1, -2)))
+            weighted = weighted.unflatten(2, (functions, outputs))
             weighted, columns = (each.transpose(1, 2).flatten(2) for each in (weighted, columns))
             parts.append(torch.matmul(weighted, columns.transpose(1, 2)))
         else:
