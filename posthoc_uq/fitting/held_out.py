@@ -160,7 +160,7 @@ class HeldOutLoss(Score):
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
-        """All batches with their targets, in the same order at every call. Few of them are read from the loader once."""
+        """All batches with targets, in the same order at every call; few of them are read from the loader once."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -175,7 +175,9 @@ class HeldOutLoss(Score):
                     )
                 yield batch, (targets := batch.targets.clone())  # which are kept beside features and outputs
                 nbytes += sum(tensor.nbytes for tensor in (*batch.tensors, targets))
-                if nbytes <= TEMPORARY_BYTES and not self._cache.nbytes:  # else features are kept in their place
+                if (
+                    nbytes <= TEMPORARY_BYTES and not self._cache.nbytes
+                ):  # else features are kept in their place
                     kept.append((batch.kept(), targets))
                 else:
                     kept, nbytes = [], inf
