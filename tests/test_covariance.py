@@ -173,9 +173,11 @@ def test_contractions_of_jacobians(case: str, groups: int, positions: int, mode:
         torch.testing.assert_close(sums[1], 3 * jacobian.square().sum((1, 2)), **CLOSE)
 
 
-@pytest.mark.parametrize("positions", [1, 3, 40])
-def test_a_low_rank_of_any_size_in_float32(positions: int) -> None:
-    """Eigenvalues from those that leave 1e-5 of a variance to those that change no digit of it, which are left out."""
+@pytest.mark.parametrize(("positions", "samples"), [(1, 9), (1, 400), (3, 9), (40, 9)])
+def test_a_low_rank_of_any_size_in_float32(positions: int, samples: int) -> None:
+    """Eigenvalues from those that leave 1e-5 of a variance to those that change no digit of it, which are left out;
+    many samples of one position by the covariance of the layer's weights.
+    """
     outputs, inputs = 6, 7
     bases = [torch.linalg.qr(normals(1, size, 5, seed=size)).Q for size in (inputs, outputs)]
     eigenvalues = torch.logspace(5, -16, 25, dtype=DOUBLE).reshape(1, 5, 5)
@@ -185,7 +187,8 @@ def test_a_low_rank_of_any_size_in_float32(positions: int) -> None:
     tensors = (tensor.float() for tensor in exact.tensors().values())
     block = InformationBlock(*tensors, correction="rescale")
     sigma = torch.linalg.inv(exact.dense(2.0)[0] + 0.5 * torch.eye(outputs * inputs, dtype=DOUBLE))
-    activations, gradients = normals(9, 1, positions, inputs), normals(9, 1, 2, outputs, positions, seed=1)
+    activations = normals(samples, 1, positions, inputs)
+    gradients = normals(samples, 1, 2, outputs, positions, seed=1)
     jacobian = torch.einsum("sgkot,sgti->skgoi", gradients, activations).flatten(2)
     layer = Layer("layer", "linear", "w", None, 1, outputs, inputs, (outputs, inputs))
     covariance = block.covariance(PrecisionSettings(2.0, 0.5)).prepared(

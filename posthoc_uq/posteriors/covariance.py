@@ -459,6 +459,11 @@ def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: i
     return torch.cat(parts)
 
 
+def is_all(part: slice, size: int) -> bool:
+    """Whether a slice leaves nothing out, so that a view of it would be a call for nothing."""
+    return not part.start and part.stop in (None, size) and part.step is None
+
+
 _MAX_FORMED = 2**12  # weights whose covariance is formed for a program
 
 
@@ -614,11 +619,16 @@ class Independent(Covariance):
 
     def weight_rows(self, rows: slice, double: bool) -> Tensor:
         """``w`` of some rows, ``(G, rows, n)``."""
-        return as_double(self.weights[:, rows]) if double else self.narrow_weights[:, rows]
+        weights = self.weights if double else self.narrow_weights
+        weights = weights if is_all(rows, weights.shape[1]) else weights[:, rows]
+        return as_double(weights) if double else weights
 
     def root_weight_rows(self, rows: slice, double: bool) -> Tensor:
         """``sqrt w`` of some rows, ``(G, rows, n)``; in float64 of the numbers that a low rank was computed with."""
-        return as_double(self.weights[:, rows]).sqrt() if double else self.root_weights[:, rows]
+        if double:
+            return self.weight_rows(rows, True).sqrt()
+        whole = is_all(rows, self.root_weights.shape[1])
+        return self.root_weights if whole else self.root_weights[:, rows]
 
     # Jacobians
 
@@ -681,7 +691,7 @@ class Independent(Covariance):
         inputs, width = self.weights.shape[2], self.core_width(double)
         if positions == 1 or mode == "joint":
             one = positions == 1
-            of_output = width if one else functions * inputs
+            of_output = functions * (max(1, width) if one else inputs)
             return _Ways(one, one, groups * width * inputs, groups * outputs * of_output)
         formed = functions * (positions + TOUCH_COST)
         squares, cores = functions * TOUCH_COST, functions * (TOUCH_COST + width) * (width > 0)
@@ -747,6 +757,12 @@ class Independent(Covariance):
         core_weights: Tensor | None,
     ) -> Contracted:
         """Both terms of some samples; each row of J is formed, where it is, once for both."""
+        _, groups, _, _, positions = gradients.shape
+        if groups == positions == 1 and mode != "joint":
+            inputs, own = activations.rows()[:, 0, 0], gradients[:, 0, :, :, 0]
+            if double:
+                inputs, own = as_double(inputs), as_double(own)
+            return self._of_products(inputs, own, mode, double, norms, ways, core_weights)
         inputs: Tensor | None = None
         if ways.by_pairs or ways.by_positions:
             inputs = activations.rows().transpose(0, 1).contiguous()  # (G, samples, T, n)
@@ -805,7 +821,48 @@ class Independent(Covariance):
         assert diagonal is not None
         return self._less_low_rank(diagonal, cores, mode, double, lengths)
 
+    def _of_products(
+        self,
+        inputs: Tensor,
+        gradients: Tensor,
+        mode: Mode,
+        double: bool,
+        norms: bool,
+        ways: _Ways,
+        core_weights: Tensor | None,
+    ) -> Contracted:
+        """The same where J is one product ``g a^T`` a function: of activations ``(samples, n)`` and gradients
+        ``(samples, functions, m)`` of a layer of one group. Everything stays in this order, and nothing is copied.
+        """
+        squares, diagonal, cores = inputs.square(), None, None
+        samples, _, outputs = gradients.shape
+        of_output = samples * ways.of_outputs // outputs
+        for rows in self._row_chunks(of_output, gradients.element_size()):
+            weights, own, of_core = self.weight_rows(rows, double), gradients, core_weights
+            if rows.stop - rows.start < outputs:
+                own = gradients[..., rows]
+                of_core = None if core_weights is None else core_weights[:, rows]
+            weighted = own * torch.mm(squares, weights[0].T).unsqueeze(1)
+            if mode == "variance":
+                found = (weighted * own).sum(2)
+            else:
+                found = torch.bmm(weighted, own.transpose(1, 2))
+            diagonal = found if diagonal is None else diagonal + found
+            if of_core is None:
+                of_core = self._core_weights(rows, double)
+            core = self._core_of_products(inputs, own, of_core[0], rows, double)
+            cores = core if cores is None or core is None else cores + core
+        assert diagonal is not None
+        lengths = squares.sum(1, keepdim=True) * gradients.square().sum(2) if norms else None
+        return self._less_low_rank(diagonal, cores, mode, double, lengths)
+
     # A low rank that is subtracted, if there is one
+
+    def _core_of_products(
+        self, inputs: Tensor, gradients: Tensor, weights: Tensor, rows: slice, double: bool
+    ) -> Tensor | None:
+        """The low rank's part of `_of_products`, with `weights` from `_core_weights`."""
+        return None
 
     def _core_of_jacobian(self, jacobian: Tensor, rows: slice, double: bool, scaled: bool) -> Tensor | None:
         """The low rank's part of some rows of J, which is overwritten; J is multiplied by ``sqrt w`` if `scaled`."""
@@ -883,12 +940,12 @@ def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
         return inputs.square()
     if outputs < _FEW_OUTPUTS:
         return (inputs.unsqueeze(2) * inputs.unsqueeze(3)).flatten(2, 3)
-    first, second, _ = _pairs_of(positions, inputs.device)
+    first, second, _ = pairs_of(positions, inputs.device)
     return inputs.index_select(2, first).mul_(inputs.index_select(2, second))
 
 
 @lru_cache(maxsize=8)
-def _pairs_of(positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def pairs_of(positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The first and the second of all pairs of positions, and the place among them of every pair in both orders,
     ``(positions**2,)``.
     """
@@ -916,7 +973,7 @@ def _by_pairs(pairs: Tensor, gradients: Tensor, weights: Tensor, mode: Mode) -> 
     else:
         spread = spread.view(groups * outputs * samples, -1)
         if spread.shape[1] < positions**2:
-            spread = spread.index_select(1, _pairs_of(positions, spread.device)[2])
+            spread = spread.index_select(1, pairs_of(positions, spread.device)[2])
         flat = gradients.view(-1, functions, positions)
         weighted = torch.bmm(flat, spread.view(-1, positions, positions)).view(gradients.shape)
     if mode == "variance":

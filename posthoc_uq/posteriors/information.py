@@ -15,7 +15,7 @@ L x L system ``I + M``, ``M = V^T H V``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.numerics import cholesky, constant
+from posthoc_uq.layers.operands import MAX_CACHED_BYTES, TOUCH_COST, Operand, chunks
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -42,7 +43,10 @@ from posthoc_uq.posteriors.covariance import (
     Independent,
     Mode,
     gram,
+    is_all,
+    joined,
     joined_rows,
+    pairs_of,
     precise,
     precise_values,
     variances_in,
@@ -55,6 +59,8 @@ _MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times
 _ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
 # with more rows than this for each of a layer's inputs, covariances are formed for the variances, if ...
 _MIN_ROWS_PER_INPUT = 4
+_BATCHES = 8  # of one posterior, for which what is formed for them has to pay
+_MAX_PAIRS = 2**20  # numbers of the covariance of a layer that is formed for rows of one position
 _MAX_NUMBERS = 2**24  # ... they have at most so many numbers
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 _CHUNK = 2**20  # numbers in a temporary of a contraction
@@ -112,7 +118,10 @@ class LowRankDiagonal(Independent):
 
     def _scaled(self, tensor: Tensor, rows: slice = slice(None)) -> Tensor:
         """Some rows ``(..., rows, n)`` times ``s``."""
-        return tensor if self._shrink is None else tensor * self._shrink[:, rows].to(tensor)
+        if self._shrink is None:
+            return tensor
+        shrink = self._shrink if is_all(rows, self._shrink.shape[1]) else self._shrink[:, rows]
+        return tensor * shrink.to(tensor)
 
     def _project(self, matrices: Tensor) -> Tensor:
         """``V^T x`` for matrices ``(q, G, m, n)``: ``(q, G, L)``."""
@@ -418,6 +427,91 @@ class LowRankDiagonal(Independent):
 
     def _core_weights(self, rows: slice, double: bool) -> Tensor:
         return self._scaled(self.weight_rows(rows, double), rows)
+
+    @constant
+    def row_covariances(self) -> tuple[Tensor, Tensor] | None:
+        """Of a small layer of one group: the covariances between the weights of its outputs, for products of two of a
+        row's activations ``(n (n + 1) / 2, m (m + 1) / 2)``, and the place of every pair of outputs among them; None
+        of a larger layer. With ``y = W a`` and ``J = g a^T``, ``J Sigma J^T`` is ``g Cov(y) g^T``, in which there is no
+        low rank that may have as many directions as there are weights.
+        """
+        groups, outputs, inputs = self.weights.shape
+        pairs = outputs * (outputs + 1) // 2, inputs * (inputs + 1) // 2
+        if groups > 1 or pairs[0] * pairs[1] > _MAX_PAIRS:
+            return None
+        basis = as_double(self._output_basis[0]), as_double(self._input_basis[0])
+        lifted = basis[0] @ self._inverse_columns()[0] @ basis[1].T  # (L, m, n)
+        rows = (lifted * self._wide[1][0].to(lifted)).flatten(1)
+        whole = torch.diag_embed(self._wide[0][0].to(rows).flatten()) - rows.T @ rows
+        first, second, places = pairs_of(outputs, whole.device)
+        by_pair = whole.reshape(outputs, inputs, outputs, inputs)[first, :, second]  # (pairs, n, n)
+        return _packed(by_pair).T.to(self.device, self.dtype).contiguous(), on_device(places, self.device)
+
+    def _contracted(
+        self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        formed = None
+        if not (double or norms or mode == "joint") and self._forming_pays(gradients.shape):
+            formed = self.row_covariances
+        if formed is None:
+            return super()._contracted(activations, gradients, mode, double, norms)
+        samples, _, functions, outputs, _ = gradients.shape
+        inputs, own = activations.rows()[:, 0, 0], gradients[:, 0, :, :, 0]
+        limit = min(self.limit, MAX_CACHED_BYTES) if own.device.type == "cpu" else self.limit
+        numbers = sum(formed[0].shape) + outputs**2 + 2 * functions * outputs
+        parts = [
+            self._of_formed(inputs[part], own[part], mode, *formed)
+            for part in chunks(samples, numbers, own.element_size(), limit)
+        ]
+        return joined(parts)
+
+    def _of_formed(
+        self, inputs: Tensor, gradients: Tensor, mode: Mode, covariances: Tensor, places: Tensor
+    ) -> Contracted:
+        """Of activations ``(samples, n)`` and gradients ``(samples, functions, m)``, by `row_covariances`."""
+        outputs = gradients.shape[2]
+        first, second, _ = pairs_of(inputs.shape[1], inputs.device)
+        packed = inputs.index_select(1, first).mul_(inputs.index_select(1, second)) @ covariances
+        pulled = torch.bmm(gradients, packed.index_select(1, places).view(-1, outputs, outputs))
+        if mode == "variance":
+            value = (pulled * gradients).sum(2)
+        else:
+            value = torch.bmm(pulled, gradients.transpose(1, 2))
+        spread = torch.mm(inputs.square(), self.narrow_weights[0].T).unsqueeze(2)
+        diagonal = torch.bmm(gradients.square(), spread).squeeze(2)
+        return Contracted(as_double(value), as_double(diagonal))
+
+    def _forming_pays(self, shape: Sequence[int]) -> bool:
+        """Whether `row_covariances` are formed and used in less time than the low rank takes for some batches of
+        gradients of this shape, in multiply-adds.
+        """
+        samples, groups, functions, outputs, positions = shape
+        inputs, width = self.weights.shape[2], self.core_width(False)
+        if not width or groups * positions > 1:
+            return False
+        pairs = outputs * (outputs + 1) // 2, inputs * (inputs + 1) // 2
+        used = pairs[0] * pairs[1] + functions * outputs * (outputs + functions)
+        used += TOUCH_COST * (sum(pairs) + outputs**2 + functions * outputs)
+        kept, width_g = self.narrow.root.shape[-1], self.narrow.outputs.shape[1]
+        low = width * outputs * (inputs + functions * width_g) + functions * kept * (kept + functions)
+        low += TOUCH_COST * (width * (inputs + functions * outputs) + 2 * functions * kept)
+        forming = 2 * kept * (outputs * inputs) ** 2  # in float64
+        return forming < _BATCHES * samples * (low - used)
+
+    def _core_of_products(
+        self, inputs: Tensor, gradients: Tensor, weights: Tensor, rows: slice, double: bool
+    ) -> Tensor | None:
+        # h_o = U_a^T diag(s w)_o a for all rows o at once, then sum_o g_co h_o U_g[o]
+        width = self.core_width(double)
+        if not width:
+            return None
+        of_inputs, of_outputs = self._bases(double)
+        spread = (inputs.unsqueeze(1) * of_inputs[0]).flatten(0, 1)
+        directions = torch.mm(spread, weights.T).view(len(inputs), 1, width, -1)  # (samples, 1, a, rows)
+        pulled = gradients.unsqueeze(2) * directions
+        basis = of_outputs[0] if is_all(rows, of_outputs.shape[2]) else of_outputs[0, :, rows]
+        cores = torch.mm(pulled.flatten(0, 2), basis.T).view(*pulled.shape[:3], -1)
+        return cores.transpose(2, 3).unsqueeze(1)
 
     def _core_of_positions(
         self, activations: Tensor, gradients: Tensor, weights: Tensor, rows: slice, double: bool
