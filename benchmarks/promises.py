@@ -5,7 +5,8 @@
     python benchmarks/promises.py --smoke             three small tables, three splits, for the tests
 
 A perceptron is trained and fitted on 60 % of a table, once. In every split half of the other rows go to
-`uq.calibrate`, which tunes by one half of them and keeps the scores of the other; the rest are predicted. The band is
+`uq.calibrate`, which tunes by one half of them and keeps the scores of the other (of values with one noise variance,
+of all); the rest are predicted. The band is
 what a promise of level 1 - a from n scores says of the mean coverage: from 1 - a to 1 - a + 1 / (n + 1); for sets the
 upper bound is left out where the most probable class was added to empty ones. "error" is the standard error of the
 mean over the splits, which share their rows, so that the true one is somewhat larger.
@@ -82,8 +83,8 @@ def trained(split: Split, varying: bool = False, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def run(name: str, splits: int) -> list[dict[str, Any]]:
-    """What came out on one table: a row a level."""
+def run(name: str, splits: int, rows: int | None = None) -> list[dict[str, Any]]:
+    """What came out on one table, with so many held-out rows: a row a level."""
     split, varying = split_of(name, 0), name in VARYING
     model, values = trained(split, varying), split.train.targets.is_floating_point()
     likelihood = "heteroscedastic" if varying else "regression" if values else "classification"
@@ -92,7 +93,7 @@ def run(name: str, splits: int) -> list[dict[str, Any]]:
     found: dict[float, list[dict[str, float]]] = {level: [] for level in LEVELS}
     for seed in range(splits):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        held_out, new = order[: len(x) // 2], order[len(x) // 2 :]
+        held_out, new = order[: len(x) // 2][:rows], order[len(x) // 2 :]
         posterior = uq.calibrate(fitted, [(x[held_out], y[held_out])], seed=seed, progress=False)
         predictor = uq.wrap(model, posterior)
         shifted = x[new] + SHIFT * torch.randn(
@@ -224,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--splits", type=int, default=200)
+    parser.add_argument("--rows", type=int, help="that are held out; by default half of those that can be")
     parser.add_argument("--output", type=output_folder, default=OUTPUT)
     parser.add_argument(
         "--smoke", action="store_true", help="three small tables, three splits, for the tests"
@@ -236,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with single_threaded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of residuals that networks have memorised
         for name in options.tables:
-            results += run(name, options.splits)
+            results += run(name, options.splits, options.rows)
             write_json(options.output / "promises.json", {"rows": results, "machine": machine()})
     for kind in (CLASSES, VALUES, VARYING):
         if rows := [row for row in results if row["table"] in kind]:

@@ -195,13 +195,43 @@ def test_values(outputs: int) -> None:
     for level in (0.5, 0.9, 0.99):
         low, high = prediction.interval(level)
         covered = ((low <= targets) & (targets <= high)).double().reshape(1500, -1).mean(0)
-        assert float((covered - level).abs().max()) < _band(level, 300, 1500) + 0.0034
-    assert len(posterior.history.promises.targets.scores) == outputs
+        assert float((covered - level).abs().max()) < _band(level, 600, 1500) + 0.0017
+    scores = posterior.history.promises.targets.scores
+    assert [each.count for each in scores] == [600] * outputs  # all that were held out
     with pytest.raises(uq.PosthocUQError, match="held-out samples"):
         prediction.interval(0.9999)
     half = torch.full((4, 2), 0.5)
     with pytest.raises(uq.PosthocUQError, match="no scores of such"):
         uq.ClassPrediction(half, half, half, promises=prediction.promises).set(0.9)
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb", "diag", "full"])
+def test_one_factor_on_all_variances_leaves_intervals_as_they_are(method: str) -> None:
+    """All 30 rows tune it and promise: the intervals are those by the deviations before any label was seen."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(330, 2, generator=generator)
+    y = x.sin() + 0.4 * torch.randn(330, 2, generator=generator)
+    torch.manual_seed(0)
+    model = _trained(nn.Sequential(nn.Linear(2, 9), nn.Tanh(), nn.Linear(9, 2)), nn.MSELoss(), x[:40], y[:40])
+    options: dict[str, Any] = {"likelihood": "regression", "noise_variance": [0.01, 0.04], "progress": False}
+    posterior = uq.fit(model, [(x[:40], y[:40])], method, **options)
+    held_out = (x[40:70], y[40:70])
+    calibrated = uq.calibrate(posterior, [held_out], progress=False)
+    before, after = (uq.wrap(model, each)(x) for each in (posterior, calibrated))
+    ratio = (after.variance / before.variance).double()
+    assert float(ratio.min()) > 2 and float(ratio.std()) < 1e-4 * float(ratio.mean())
+    assert torch.allclose(
+        after.epistemic_variance, ratio.mean().float() * before.epistemic_variance, rtol=1e-3
+    )
+    scores = (held_out[1] - before.mean[40:70]).abs() / before.standard_deviation[40:70]
+    rank = math.ceil(31 * 0.9) - 1
+    width = scores.sort(0).values[rank] * before.standard_deviation
+    assert torch.allclose(after.interval(0.9)[1] - after.mean, width, rtol=1e-3)
+    again = uq.calibrate(calibrated, [held_out], progress=False)  # the prior of the noise is where it was
+    assert again.noise_scale == pytest.approx(calibrated.noise_scale, rel=1e-2)
+    factor, unmoved = calibrated.history.trials.chosen, calibrated.history.trials.trials[0]
+    assert factor.objective == pytest.approx(-float(after.log_prob(y)[40:70].mean()), abs=1e-3)
+    assert factor.objective < unmoved.objective
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "poisson"])

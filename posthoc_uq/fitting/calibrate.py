@@ -1,4 +1,8 @@
-"""`calibrate`: one part of held-out data tunes a posterior, the other gives the scores by which predictions promise."""
+"""`calibrate`: one part of held-out data tunes a posterior, the other gives the scores by which predictions promise.
+
+Of a regression with one noise variance an output all of them do both, and promises stay exact: the only thing that is
+tuned is a factor on all variances, and with distances in predictive deviations as scores it cancels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from inspect import signature
+from math import log
 from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
@@ -32,7 +37,8 @@ from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number_keys, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
-from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named
+from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
+from posthoc_uq.fitting.held_out import most_probable_factor
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -52,11 +58,12 @@ from posthoc_uq.likelihoods.conformal import (
     tuned_regularisation,
     wrong_up_to,
 )
+from posthoc_uq.likelihoods.gaussian import Gaussian, RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
-from posthoc_uq.posteriors.history import HeadRecord, recordable
+from posthoc_uq.posteriors.history import HeadRecord, Trial, Trials, recordable
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import HEADS
 
@@ -82,6 +89,10 @@ def calibrate(
 ) -> Posterior:
     """The posterior tuned on one part of held-out data, with the scores of the other, by which predictions promise; the
     given one stays as it is.
+
+    Of a regression with one noise variance an output, through the linearised head, all samples promise: they tune one
+    factor on all variances, which their scores and the intervals do not depend on. Its width in proportion to the noise
+    stays that of the posterior; ``tune(posterior, loader)`` searches it by labels, and needs others than these.
 
     ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
     inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
@@ -109,8 +120,9 @@ def calibrate(
         posterior: from `fit` or `load`.
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
             and every time with the same inputs.
-        share: of the samples that tune; which, depends on their inputs and targets and the seed, not on their order.
-            None: all samples do both, and promises hold approximately.
+        share: of the samples that tune, and that measure the tails of scores of inputs; which, depends on their inputs
+            and targets and the seed, not on their order. None: all samples do both, and promises hold approximately,
+            but for those intervals of which all samples promise in any case.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
             whose size adapts to the input, with random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each.
@@ -194,24 +206,68 @@ def calibrated(
     with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
-        if has_something_to_tune(posterior):
+        # all variances are then proportional to the noise's
+        factorable = posterior.has_free_prior_precision and posterior.evidence.noise_power == 1
+        by_factor = through == "linearized" and isinstance(posterior.likelihood, Gaussian) and factorable
+        if by_factor:
+            tuned = _with_head(posterior, head, "likelihood")
+        elif has_something_to_tune(posterior):
             tuned = tuned_by_labels(
                 posterior, data, reader, head=head, seed=seed, progress=progress, options=options
             )
         else:
-            name, recorded = recorded_head(posterior)
-            kept = recorded if head in (None, name) else {}
-            tuned = posterior.noted(head=HeadRecord(name=head or name, options=kept, criterion="given"))
+            tuned = _with_head(posterior, head, "given")
         assert tuned.history.head is not None
         tuned = tuned.noted(head={"options": tuned.history.head.options | recordable(options)})
         # without promises, so that predictions are made without those that are replaced
         tuned = tuned.noted(promises=None)
         predictor = wrap(model_of(tuned), tuned, **options)
+        if by_factor:
+            tuned = _with_variance_factor(predictor, data, progress)
+            predictor = predictor.with_posterior(tuned)
         if scale is not None and through == "moments":
             moments: Any = predictor
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
-        return tuned.noted(promises=_measured(predictor, data, sets, by_class, jointly, share, progress))
+        measured = _measured(predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor)
+        return tuned.noted(promises=measured)
+
+
+def _with_head(
+    posterior: Posterior, head: str | None, criterion: Literal["likelihood", "given"]
+) -> Posterior:
+    """The posterior with the head that is recorded, or another one, as the one that predicts."""
+    name, recorded = recorded_head(posterior)
+    kept = recorded if head in (None, name) else {}
+    return posterior.noted(head=HeadRecord(name=head or name, options=kept, criterion=criterion))
+
+
+def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) -> Posterior:
+    """The predictor's posterior with all variances times the factor that is most probable by all held-out labels."""
+    posterior = predictor.posterior
+    squares, logs = list[Tensor](), list[Tensor]()
+    with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "tuning", progress) as bar:
+        if data.samples or data.joins:
+            bar.total, bar.batches = data.samples or bar.total, 0
+        for batch, _ in data.batches():
+            prediction = cast(RegressionPrediction, predictor(batch).to("cpu"))
+            given = cast(Tensor, batch.targets).cpu().clone()
+            posterior.likelihood.check(prediction.outputs_mean, given)
+            targets, variance = prediction.fitting(given), as_double(prediction.variance)
+            squares.append(((targets - as_double(prediction.mean)).square() / variance).flatten())
+            logs.append(prediction.log_prob(targets.to(prediction.mean)).flatten())
+            bar.advance(len(prediction))
+    ratios, labels = torch.cat(squares), len(torch.cat(logs))
+    found, settings = posterior.history.left_out, posterior.settings
+    centre = 1.0 if found is None else found.noise_scale
+    factor = most_probable_factor(float(ratios.mean()), len(ratios), settings.noise_scale, centre)
+    loss = -float(as_double(torch.cat(logs)).mean())
+    gained = 0.5 * (log(factor) + float(ratios.mean()) * (1 / factor - 1)) * len(ratios) / labels
+    trials = [Trial(settings, loss), Trial(scaled_variances(settings, factor), loss + gained)]
+    searched = Trials("likelihood", ("prior_precision", "noise_scale"), trials, chosen=trials[1])
+    how = f"times {factor:.4g}, like the weights' variance, by the likelihood of {labels:,} held-out labels"
+    new = posterior.at(trials[1].settings).noted(tuning={"noise variance": how})
+    return new.replaced(history=replace(new.history, trials=searched))
 
 
 class _HeldOut:
@@ -334,8 +390,11 @@ def _measured(
     jointly: bool,
     share: float | None,
     progress: bool,
+    *,
+    all_promise: bool,
 ) -> ConformalScores:
-    """The scores, and what they were measured with; one pass over all data.
+    """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
+    all samples.
 
     Raises:
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
@@ -362,7 +421,7 @@ def _measured(
                 _add_scores(of_counted, alone[0])
                 counting.append(alone[1])
             tuning.append(tunes)
-            kept = tunes if data.all_in_both else ~tunes
+            kept = torch.ones_like(tunes) if all_promise or data.all_in_both else ~tunes
             given = cast(Tensor, batch.targets).cpu().clone()
             predictor.posterior.likelihood.check(prediction.outputs_mean, given)
             targets = prediction.fitting(given)
@@ -421,7 +480,7 @@ def _measured(
     return ConformalScores(
         inputs=of_inputs_kept.inputs,
         tails=of_inputs_kept.tails,
-        samples=int(second.sum()),
+        samples=len(second) if all_promise else int(second.sum()),
         share=share,
         seed=data.seed,
         head=dict(predictor.identity()),

@@ -76,6 +76,14 @@ def scale_width(settings: Hyperparameters, name: str, factor: float) -> Hyperpar
     return replace(settings, **{name: value * factor})
 
 
+def scaled_variances(settings: Hyperparameters, factor: float) -> Hyperparameters:
+    """Settings of a regression with one noise variance an output at which all variances are multiplied by a factor:
+    that of the noise, and of a linearised network those of the outputs.
+    """
+    changed = scale_width(settings, "prior_precision", 1 / factor)
+    return replace(changed, noise_scale=settings.noise_scale * factor)
+
+
 def floating_numbers(batch: Batch) -> Tensor:
     """All floating-point numbers of the inputs, ``(samples, ...)``."""
     samples = count_samples(batch)
