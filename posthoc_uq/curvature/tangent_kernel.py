@@ -24,6 +24,8 @@ MAX_GRADIENT_BYTES = (
     4 * 2**30
 )  # of the gradients of all samples, in layers that are used at several positions
 
+_ROWS = 128  # of a kernel that are summed at once
+
 
 def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Module:
     """A copy of a model with the weights that it could have had before its training.
@@ -202,13 +204,19 @@ def tangent_kernel(
         a, b = (as_double(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         for group in range(a.shape[1]):
             of_inputs, of_outputs = a[:, group], b[:, group]
-            kernel.addcmul_(of_inputs @ of_inputs.T, of_outputs @ of_outputs.T)
+            for start in range(0, len(kernel), _ROWS):  # up to the diagonal, by blocks that stay in the cache
+                part, upto = slice(start, start + _ROWS), slice(start + _ROWS)
+                kernel[part, upto].addcmul_(
+                    of_inputs[part] @ of_inputs[upto].T, of_outputs[part] @ of_outputs[upto].T
+                )
+    for start in range(0, len(kernel), _ROWS):
+        kernel[:start, start : start + _ROWS] = kernel[start : start + _ROWS, :start].T
     for parts in gradients.values():
         every = torch.cat(parts)
         for columns in every.split(1 << 14, dim=1):
             wide = as_double(columns)
             kernel.addmm_(wide, wide.T)
-    if not bool(kernel.isfinite().all()):
+    if not bool(kernel.sum().isfinite()):
         raise NonFiniteError("The tangent kernel of the untrained network is not finite.")
     if not bool(kernel.diagonal().any()):
         raise NonFiniteError(

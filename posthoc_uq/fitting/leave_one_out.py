@@ -286,9 +286,9 @@ def set_by_leave_one_out(
             part = tangent_kernel(
                 start(), few, mixed_seed(seed, number), proof.tracked.values(), trained or None
             )
-            kernel += part / part.diagonal().mean()
+            kernel.add_(part, alpha=1 / float(part.diagonal().mean()))
             bar.advance()
-    left_out = leave_one_out(kernel / len(starts), targets, members)
+    left_out = leave_one_out(kernel, targets, members)
     facts = (len(targets), len(starts), left_out.ridge, initial is not None)
     if likelihood.logits:
         logits = given.reshape(len(given)) if targets.shape[1] == 1 else given
