@@ -26,7 +26,7 @@ from posthoc_uq.heads.closed_form import ClosedForm
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.novelty import class_novelty
-from posthoc_uq.heads.predictor import Predictor, divisor_of
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
@@ -76,7 +76,7 @@ class _Program(nn.Module):
         moments = self.predictor
         self.parts = None if moments is None else nn.ModuleList([moments.network, *moments.noises])
         self._closed = predictor if isinstance(predictor, ClosedForm) else None
-        self._posterior = head.posterior
+        self._posterior, self._head = head.posterior, (head,)  # a tuple hides it from `nn.Module`
         self.network = head.network_of_novelty if self._closed is None else self._closed.network
         promises = head.promises
         self._sets = _Sets.of(promises, level) if isinstance(promises, ConformalScores) else None
@@ -94,10 +94,8 @@ class _Program(nn.Module):
             assert self.predictor is not None
             return self._with_novelty(self.predictor.in_program(*args), *args)
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
-        divisor = divisor_of(self._posterior)
-        if divisor != 1.0:
-            outputs = outputs / divisor
-        return self._with_novelty(self._posterior.observation.from_draws(outputs), *args)
+        prediction = self._head[0].promising(self._head[0].prediction_of(outputs), outputs)
+        return self._with_novelty(prediction, *args)
 
     def _with_novelty(self, prediction: Prediction, *args: Any) -> Prediction:
         """By one pass of the trained network."""
@@ -110,16 +108,16 @@ class _Program(nn.Module):
         found: Any = prediction.tensors()
         if self._p_values is None:
             return found
-        of_classes = isinstance(found, ClassTensors)
+        of_classes, judged = isinstance(found, ClassTensors), prediction.at_promises()
         if of_classes:
-            score = found.entropy
+            score = found.entropy if judged is prediction else cast(Any, judged).entropy()
         else:  # a node named "mean" would have the name of an output
             score = found.variance.sqrt()
         ranked = (*found, *self._p_values(_of_inputs(score), _of_inputs(found.novelty)))
         if self._sets is None:
             return (RankedClassTensors if of_classes else RankedValueTensors)._make(ranked)
         if of_classes:
-            return PromisedClassTensors._make((*ranked, self._sets.classes(prediction)))
+            return PromisedClassTensors._make((*ranked, self._sets.classes(judged)))
         return PromisedValueTensors._make((*ranked, *self._sets.interval(found)))
 
 

@@ -693,13 +693,13 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     referral, tails, familiarity = None, None, None
     reasons: dict[str, list[bool]] = {}
     if isinstance(promises, ConformalScores):
-        referral = service.referral
+        referral, ranked = service.referral, prediction.at_promises().scores()
         if referral is not None:
-            border, singles = referral.border(promises), promises.single_p_values(known, referral.score)
+            border, singles = referral.border(promises), promises.single_p_values(ranked, referral.score)
             reasons = {name: (~(p > border)).tolist() for name, p in singles.items()}
             tails = torch.stack(list(singles.values())).amin(0).tolist()
         if "novelty" in known:
-            familiarity = promises.p_values(known, "novelty").tolist()
+            familiarity = promises.p_values(ranked, "novelty").tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
     described = prediction.answers(top_k=service.top_k, level=service.level, names=service.names)
     for index, answer in enumerate(described):

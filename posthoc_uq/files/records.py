@@ -214,6 +214,7 @@ def _check_promises(promises: ConformalScores) -> ConformalScores:
         raise ValueError(f"has a head that is none of {HEADS}")
     _check_amounts(promises.head)
     SettingsRecord.model_validate(promises.posterior)
+    SettingsRecord.model_validate(promises.valid_at)
     return promises
 
 

@@ -38,7 +38,7 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
-from posthoc_uq.fitting.held_out import most_probable_factor
+from posthoc_uq.fitting.held_out import HeldOutLoss, most_probable_factor
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -230,7 +230,10 @@ def calibrated(
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
         measured = _measured(predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor)
-        return tuned.noted(promises=measured)
+        promising = tuned.noted(promises=measured)
+        if share is None or not tuned.likelihood.logits or measured.kind == "positions":
+            return promising
+        return _retuned(promising, measured, predictor, data, reader)
 
 
 def _with_head(
@@ -270,6 +273,37 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     return new.replaced(history=replace(new.history, trials=searched))
 
 
+def _retuned(
+    posterior: Posterior, measured: ConformalScores, predictor: Predictor, data: _HeldOut, reader: BatchReader
+) -> Posterior:
+    """The posterior at the temperature that all held-out labels find most probable. Its promises still go by the scores
+    at the one that the tuning part found: by all labels, each score would depend on the labels that promise.
+
+    Labels of positions are many, so that half of them are enough.
+    """
+    loss = HeldOutLoss(data.all_samples, predictor, reader, seed=data.seed, tempered=True)
+    temperature = loss.evaluate(posterior.settings).settings.temperature
+    if temperature == posterior.temperature:
+        return posterior
+    settings = replace(posterior.settings, temperature=temperature)
+    promises = measured.changed(retuned={"temperature": temperature})
+    how = {"temperature": "NLL of all held-out labels, and a prior around 1 with a heavy tail above it"}
+    return posterior.at(settings).noted(promises=promises, tuning=how)
+
+
+class _AllSamples:
+    """All batches of held-out data, those that tune and those that promise."""
+
+    def __init__(self, data: _HeldOut) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for batch, _ in self._data.batches())
+
+
 class _HeldOut:
     """Held-out data in two parts; iterated over, the batches of those that tune.
 
@@ -293,6 +327,11 @@ class _HeldOut:
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
         self.samples = self.tuning = 0
+
+    @property
+    def all_samples(self) -> _AllSamples:
+        """The batches of all samples."""
+        return _AllSamples(self)
 
     @property
     def all_in_both(self) -> bool:

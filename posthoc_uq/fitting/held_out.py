@@ -43,13 +43,15 @@ _MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than t
 _FIRST_STEP = 0.25  # decades of the prior precision; every following step is as long as all before it
 _MAX_WIDER, _MAX_NARROWER = 1.0, 8.0  # decades from the prior precision of the fit
 _USUAL_WIDTHS = 4  # that are tried, for what a bar shows
-_PRIOR_SPREAD = 0.1  # of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`
+# Of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`.
+_PRIOR_SPREAD = 0.1
+_HEAVY_SPREAD = 0.3  # of a temperature above 1, which 20 labels can move to 5
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
 
 
-def hyperprior_penalty(factor: float, centre: float = 1.0) -> float:
+def hyperprior_penalty(factor: float, centre: float = 1.0, spread: float = _PRIOR_SPREAD) -> float:
     """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at its centre, in nats.
 
     Below 1, where predictions become more certain, the logarithm has a normal density with exponential tails: a few
@@ -59,13 +61,14 @@ def hyperprior_penalty(factor: float, centre: float = 1.0) -> float:
     Args:
         factor: the temperature, or the noise scale.
         centre: the most probable one, at least 1: that of leave-one-out, where it was estimated.
+        spread: of the Cauchy density.
     """
-    return float(_penalties(np.array(factor), centre))
+    return float(_penalties(np.array(factor), centre, spread))
 
 
-def _penalties(factors: NDArray[np.float64], centre: float) -> NDArray[np.float64]:
+def _penalties(factors: NDArray[np.float64], centre: float, spread: float) -> NDArray[np.float64]:
     """See `hyperprior_penalty`."""
-    above = np.log(np.maximum(factors, 1.0) / max(centre, 1.0)) / _PRIOR_SPREAD
+    above = np.log(np.maximum(factors, 1.0) / max(centre, 1.0)) / spread
     below = np.log(np.minimum(factors, 1.0)) / _PRIOR_SPREAD
     return np.log1p(above**2) + np.where(below > -1, below**2 / 2, -below - 0.5)
 
@@ -84,7 +87,9 @@ def most_probable_factor(mean_square: float, count: int, noise_scale: float, cen
     least, most = (end(mean_square, 1 / noise_scale, centre / noise_scale) for end in (min, max))
     logs = np.linspace(np.log(least), np.log(most), 2001)
     factors = np.exp(logs)
-    losses = 0.5 * count * (logs + mean_square / factors) + _penalties(noise_scale * factors, centre)
+    losses = 0.5 * count * (logs + mean_square / factors) + _penalties(
+        noise_scale * factors, centre, _PRIOR_SPREAD
+    )
     return float(factors[np.argmin(losses)])
 
 
@@ -102,7 +107,7 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
         return centre
     known = _TEMPERATURES[finite]
     decades = np.linspace(known[0], known[-1], 1001)
-    penalties = _penalties(10.0**decades, centre) / max(1, labels)
+    penalties = _penalties(10.0**decades, centre, _HEAVY_SPREAD) / max(1, labels)
     from scipy.interpolate import CubicSpline
 
     curve = CubicSpline(known, np.array(losses)[finite])
@@ -250,7 +255,8 @@ class HeldOutLoss(Score):
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
         if not self._tempered:
             return 0.0
-        return hyperprior_penalty(temperature, self._centre("temperature")) / max(1, self.labels)
+        centre = self._centre("temperature")
+        return hyperprior_penalty(temperature, centre, _HEAVY_SPREAD) / max(1, self.labels)
 
     def _centre(self, name: str) -> float:
         """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
@@ -286,7 +292,7 @@ class HeldOutLoss(Score):
         losses = [self._of_outputs(pairs, noise_scale, 10.0 ** float(decade)) for decade in _TEMPERATURES]
         centre = self._centre("temperature")
         best = _most_probable(losses, self.labels, centre)
-        penalty = hyperprior_penalty(best, centre) / max(1, self.labels)
+        penalty = hyperprior_penalty(best, centre, _HEAVY_SPREAD) / max(1, self.labels)
         return self._of_outputs(pairs, noise_scale, best) + penalty
 
     def _of_outputs(

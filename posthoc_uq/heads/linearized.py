@@ -306,7 +306,8 @@ class LinearizedPredictor(GaussianPredictor):
     def _predict(self, batch: Batch) -> Prediction:
         with self._gradients():
             found = self._linearized(batch)
-            prediction = super().prediction_of(found.gaussian())
+            gaussian = found.gaussian()
+            prediction = self.promising(super().prediction_of(gaussian), gaussian)
         if self._chosen.positions is not None:
             prediction = prediction.unshifted()
         ratio = self._known_novelty(batch, found.watched, found.features)
@@ -370,7 +371,7 @@ class LinearizedPredictor(GaussianPredictor):
                 last.layer,
                 self._chosen,
                 self._weight_covariance(),
-                self.prediction_of,
+                lambda gaussian: self.promising(self.prediction_of(gaussian), gaussian),
                 self.network_of_novelty is not None,
             )
 

@@ -446,7 +446,8 @@ class MomentsPredictor(GaussianPredictor):
 
     def _predict(self, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)
-        return self.prediction_of(self._distribution(batch)).with_novelty(ratio)
+        distribution = self._distribution(batch)
+        return self.promising(self.prediction_of(distribution), distribution).with_novelty(ratio)
 
     def _distribution(self, batch: Batch, rest: nn.Module | None = None) -> OutputGaussian:
         """Calibrated where there is a calibration for these settings."""

@@ -54,9 +54,10 @@ from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
-from posthoc_uq.likelihoods.prediction import Prediction, Unread, cat
+from posthoc_uq.likelihoods.prediction import Prediction, Remade, Unread, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, HYPERPARAMETERS, QUADRATIC, Posterior
+from posthoc_uq.posteriors.settings import SettingsRecord
 
 if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features
@@ -280,6 +281,7 @@ class Predictor(nn.Module, ABC):
         *(
             "output_choice",
             "prediction_of",
+            "promising",
             "refresh",
             "state_dict",
             "to_empty",
@@ -401,6 +403,20 @@ class Predictor(nn.Module, ABC):
         """
         return self._distribution(self._batch(args, kwargs))
 
+    def promising(self, prediction: Prediction, distribution: Any) -> Prediction:
+        """A prediction of this distribution that knows what it was at the hyperparameters of the held-out scores, where
+        all held-out labels have since chosen others.
+        """
+        promises = self.promises
+        if not isinstance(promises, ConformalScores) or not promises.retuned:
+            return prediction
+        at = SettingsRecord.model_validate(promises.posterior).hyperparameters()
+
+        def made() -> Prediction:
+            return self.with_posterior(self._posterior.at(at)).prediction_of(distribution)
+
+        return prediction.changed(before_retuning=Remade(made))
+
     @abstractmethod
     def prediction_of(self, distribution: Any) -> Prediction:
         """The prediction from a `distribution` of this head, at the posterior's temperature and noise variance. Other
@@ -481,7 +497,7 @@ class Predictor(nn.Module, ABC):
                 f"{_format_identity(present)}; calibrate for this one, posterior = "
                 f"uq.calibrate(posterior, val_loader, head=...), and wrap again."
             )
-        if promises.posterior != self._posterior.settings.plain():
+        if promises.valid_at != self._posterior.settings.plain():
             return (
                 "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again, "
                 "posterior = uq.calibrate(posterior, val_loader), and wrap again."

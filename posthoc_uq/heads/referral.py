@@ -74,7 +74,7 @@ class Referral:
         """For each score, by name, the inputs it refers, ``(batch,)`` of booleans. An input is referred if any score
         refers it.
         """
-        promises, scores = _promises_of(prediction), prediction.scores()
+        promises, scores = _promises_of(prediction), prediction.at_promises().scores()
         border = self.border(promises)
         return {name: ~(p > border) for name, p in promises.single_p_values(scores, self.score).items()}
 
@@ -85,7 +85,7 @@ class Referral:
         Returns:
             (batch,), float64 in (0, 1], on the CPU; NaN where a score is.
         """
-        return _promises_of(prediction).p_values(prediction.scores(), self.score)
+        return _promises_of(prediction).p_values(prediction.at_promises().scores(), self.score)
 
     def border(self, promises: ConformalScores | str | None) -> float:
         """The p-value up to which inputs are referred.

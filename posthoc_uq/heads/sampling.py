@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,6 +33,7 @@ from posthoc_uq.layers.frozen import (
     called,
 )
 from posthoc_uq.layers.layer import Call
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import INDEPENDENT, SYMMETRY, Posterior
 
@@ -577,7 +578,11 @@ class SamplingPredictor(Predictor):
         calls = None if features is None else self._last_calls(ensemble.frozen, features)
         # before the draws: a model may change its inputs in place
         ratio = self._known_novelty(batch, calls)
-        blocks = (at_least_float32(block) for block in ensemble.blocks(batch, features))
+        blocks: Iterable[Tensor] = (at_least_float32(block) for block in ensemble.blocks(batch, features))
+        promises = self.promises
+        if isinstance(promises, ConformalScores) and promises.retuned:  # which take the draws a second time
+            outputs = torch.cat(list(blocks))
+            return self.promising(self.prediction_of(outputs), outputs).with_novelty(ratio)
         if divisor != 1.0:
             blocks = (block / divisor for block in blocks)
         return self._posterior.observation.from_blocks(blocks).with_novelty(ratio)

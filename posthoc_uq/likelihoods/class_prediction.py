@@ -228,7 +228,8 @@ class LogitsPrediction(Prediction):
             PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
                 the level.
         """
-        return self.known_promises().sets(self.probs, level, allow_empty, self.sample_keys)
+        probs = self.at_promises().probs
+        return self.known_promises().sets(probs, level, allow_empty, self.sample_keys)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: entropy, mutual information, 1 - `max_probability`, the logits' variance, novelty."""

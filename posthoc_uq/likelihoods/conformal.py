@@ -394,7 +394,8 @@ class ConformalScores(InputScores):
         share: of all samples, which tuned before; None where all did both, so that promises hold approximately.
         seed: of the split, and of the random numbers of ``"aps"`` and ``"raps"``.
         head: the identity of the predictor.
-        posterior: its hyperparameters.
+        posterior: its hyperparameters. No sample that promises chose any of them.
+        retuned: those that all samples chose afterwards, for what is predicted; scores stay those of `posterior`.
         targets: how badly targets fit; None where the likelihood has no score of them.
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
             score whose predicted class is wrong.
@@ -406,6 +407,7 @@ class ConformalScores(InputScores):
     seed: Seed
     head: dict[Name, Plain]
     posterior: dict[Name, Plain]
+    retuned: dict[Name, Plain] | None = None
     targets: HeldOutTargets | None = None
     wrong: dict[Name, Annotated[Tensor, Listed(list[Natural], torch.int64)]] | None = None
     counted: InputScores | None = None
@@ -427,6 +429,11 @@ class ConformalScores(InputScores):
         return f"ConformalScores({kind}{self.samples:,} held-out samples, head {self.head.get('head')!r})"
 
     __str__ = __repr__
+
+    @property
+    def valid_at(self) -> dict[str, Any]:
+        """The hyperparameters of the predictions that it promises for."""
+        return self.posterior | (self.retuned or {})
 
     @property
     def kind(self) -> TargetScore | None:

@@ -44,6 +44,29 @@ class Unread:
     inputs: Tensor
 
 
+class Remade:
+    """Another prediction of the same inputs, made when it is first read.
+
+    Args:
+        make: it.
+    """
+
+    def __init__(self, make: Callable[[], Prediction]) -> None:
+        self._make: Callable[[], Prediction] | None = make
+        self._made: Prediction | None = None
+
+    def made(self) -> Prediction:
+        """It; what it is made of is not kept."""
+        if self._made is None:
+            assert self._make is not None
+            self._made, self._make = self._make(), None
+        return self._made
+
+    def then(self, change: Callable[[Prediction], Prediction]) -> Remade:
+        """What a function makes of it."""
+        return Remade(lambda: change(self.made()))
+
+
 class OnDemand:
     """The default of a field of a `Prediction` that is computed when it is first read, and kept: from an `Unread`, or
     by `Prediction._computed_later` where the field is None.
@@ -89,6 +112,8 @@ class Prediction(ABC):
         promises: the held-out scores by which sets, intervals and p-values keep their promise; a text where they do not
             apply, which says why; None where `posthoc_uq.calibrate` stored none.
         sample_keys: (batch,), hashes of the inputs, where sets are randomised.
+        before_retuning: this prediction at the hyperparameters by which held-out scores were measured, where all
+            held-out labels have since chosen others; else None. `at_promises` gives it.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
@@ -103,7 +128,17 @@ class Prediction(ABC):
     _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {}  # what it has besides, by the fields that each needs
     _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package alone calls
-        *("categories", "changed", "completed", "coverage", "default_score", "fitting", "known_promises"),
+        *(
+            "at_promises",
+            "before_retuning",
+            "categories",
+            "changed",
+            "completed",
+            "coverage",
+            "default_score",
+            "fitting",
+            "known_promises",
+        ),
         *("losses", "loss_name", "mistakes", "naming", "novelty_ratio", "numbers", "of_one_network"),
         *("retained_quality", "sample_keys", "shown_loss", "target_scores", "tensors", "unshifted"),
         "with_novelty",
@@ -112,6 +147,7 @@ class Prediction(ABC):
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
     promises: ConformalScores | str | None = None
     sample_keys: Annotated[Tensor | None, "batch", int] = None
+    before_retuning: Remade | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -177,12 +213,30 @@ class Prediction(ABC):
         values = {
             name: getattr(self, name) for name, value in vars(self).items() if isinstance(value, Unread)
         }
-        return vars(self) | values
+        return vars(self) | values | {"before_retuning": self._remade(lambda other: other.completed())}
+
+    def _remade(self, change: Callable[[Any], Any]) -> Remade | None:
+        """What a function makes of `before_retuning`, made at once."""
+        if self.before_retuning is None:
+            return None
+        other = self.before_retuning.then(change)
+        other.made()
+        return other
+
+    def at_promises(self: AnyPrediction) -> AnyPrediction:
+        """This prediction as held-out scores judge it, at the hyperparameters that no promising sample chose."""
+        if self.before_retuning is None:
+            return self
+        known = vars(self)
+        kept = {name: known[name] for name in ("novelty_ratio", "promises", "sample_keys")}
+        return cast(AnyPrediction, self.before_retuning.made().changed(**kept))
 
     def completed(self: AnyPrediction) -> AnyPrediction:
         """The same with everything computed that otherwise is when it is first read, and without what that takes."""
         return self.changed(
-            **{name: getattr(self, name) for name in self._dims}, **dict.fromkeys(self._tuples)
+            **{name: getattr(self, name) for name in self._dims},
+            **dict.fromkeys(self._tuples),
+            before_retuning=self._remade(lambda other: other.completed()),
         )
 
     def to(self: AnyPrediction, device: torch.device | str) -> AnyPrediction:
@@ -190,7 +244,11 @@ class Prediction(ABC):
         moves = any(tensor.device != torch.device(device) for tensor in self._stored().values())
         whole = self.completed() if moves else self
         known = whole._stored()
-        return whole.changed(**dict(zip(known, to_device(known.values(), device), strict=True)))
+        other = whole.before_retuning
+        return whole.changed(
+            **dict(zip(known, to_device(known.values(), device), strict=True)),
+            before_retuning=None if other is None else other.then(lambda each: each.to(device)),
+        )
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
@@ -202,6 +260,8 @@ class Prediction(ABC):
                 changes[name] = value[chosen]
             elif name in self._tuples and value is not None:
                 changes[name] = value.mapped(lambda tensor: tensor[chosen])
+            elif isinstance(value, Remade):
+                changes[name] = value.then(lambda other: other.picked(chosen))
         return self.changed(**changes)
 
     @staticmethod
@@ -229,6 +289,9 @@ class Prediction(ABC):
                     f"cat got predictions whose {name} have different shapes: {sorted(shapes)}."
                 )
             joined[name] = torch.cat(parts) if whole else None
+        others = [prediction.before_retuning for prediction in predictions]
+        if all(others):
+            joined["before_retuning"] = Remade(lambda: cat([other.made() for other in others]))
         return predictions[0].changed(**joined)
 
     @property
@@ -409,7 +472,7 @@ class Prediction(ABC):
         Raises:
             PosthocUQError: there are no held-out scores that apply, or the score is none of them.
         """
-        return self.known_promises().p_values(self.scores(), score)
+        return self.known_promises().p_values(self.at_promises().scores(), score)
 
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """Of predictions of classes: those that hold the right one with a promised probability."""
@@ -440,7 +503,8 @@ class Prediction(ABC):
             allow_empty: whether sets of classes may be empty.
             widths: whether the widths of intervals are wanted.
         """
-        found = self.target_scores(targets, "lac", torch.zeros(len(self), dtype=torch.int64, device="cpu"))
+        keys = torch.zeros(len(self), dtype=torch.int64, device="cpu")
+        found = self.at_promises().target_scores(targets, "lac", keys)
         assert found is not None  # there are promises of targets
         promises = self.known_promises()
         within = as_double(found.scores <= promises.bounds(found.kind, level, found.scores.shape[1]))

@@ -538,7 +538,7 @@ class Posterior:
     def keeps_promises(self) -> bool:
         """Whether it has held-out scores that were measured with its settings."""
         promises, settings = self.history.promises, self.settings.plain()
-        return promises is not None and all(settings[key] == each for key, each in promises.posterior.items())
+        return promises is not None and all(settings[key] == each for key, each in promises.valid_at.items())
 
     def warn_if_void(self, before: Posterior) -> None:
         """Warn if promises that this posterior has from `before` held there, and no longer do."""

@@ -154,7 +154,7 @@ def described_changes(changes: ChangesRecord) -> str:
 
 def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -> str:
     """What the predictions of a posterior with these settings promise by held-out scores, in words."""
-    if any(settings.get(name, value) != value for name, value in promises.posterior.items()):
+    if any(settings.get(name, value) != value for name, value in promises.valid_at.items()):
         return f"void: those of {promises.samples:,} held-out samples are of other hyperparameters; calibrate again"
     parts: list[str] = []
     if promises.targets is not None:
