@@ -411,7 +411,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
 ) -> None:
     """By every script that has one: which one is known by the type of its option."""
     found = [path for path in sorted(BENCHMARKS.glob("[a-z]*.py")) if "type=output_" in path.read_text()]
-    assert len(found) == 18
+    assert len(found) == 19
     for path in BENCHMARKS.glob("*.py"):
         assert not re.search(r'"--(json|csv|picture|output)", type=Path', path.read_text()), path
     (tmp_path / "file").write_text("in the way")
@@ -423,3 +423,12 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
             command.parse_args(["--to", str(tmp_path / place)])
         assert "argument --to: " in capsys.readouterr().err
     assert harness.output_folder(str(tmp_path / "new")).is_dir()
+
+
+@pytest.mark.study
+def test_few_labels(tmp_path: Path) -> None:
+    _script("few_labels").main(["--smoke", "--output", str(tmp_path)])
+    for name in ("logits", "library"):
+        lines = (tmp_path / f"few_labels_{name}.csv").read_text().splitlines()
+        rules = {line.split(",")[3].strip('"') for line in lines[1:]}
+        assert {"temperature scaling"} < rules and len(lines) > 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import posthoc_uq as uq
 from posthoc_uq import CorruptPosteriorError
@@ -673,3 +675,56 @@ def test_the_scale_of_the_moments_head_is_fitted_anew() -> None:
     assert found.history.calibration is not None and found.history.calibration.n_mc == 20
     assert predictor.calibration is not None and not isinstance(predictor.promises, str)
     assert 0 < float(predictor(x).set(0.8).sum(1).double().mean()) <= 2
+
+
+def test_all_labels_choose_the_temperature_and_promises_keep_that_of_the_first_part(
+    classes, fitted, tmp_path: Path
+) -> None:
+    model, x, y = classes
+    posterior = uq.calibrate(fitted, _batches(x[100:160], y[100:160]), **FAST)
+    promises, predictor = posterior.history.promises, uq.wrap(model, posterior)
+    assert promises.retuned == {"temperature": posterior.temperature}
+    assert promises.posterior["temperature"] != posterior.temperature and posterior.keeps_promises
+    # independently: the head of the promises' temperature, and its scores
+    judged = fitted.with_settings(
+        temperature=promises.posterior["temperature"], prior_precision=promises.posterior["prior_precision"]
+    )
+    prediction, probs = predictor(x[160:]), uq.wrap(model, judged, "linearized", link="probit")(x[160:]).probs
+    threshold = promises.targets.scores[0].values[math.ceil(31 * 0.9) - 1]
+    expected = (1 - probs.double() <= threshold) | F.one_hot(probs.argmax(1), 3).bool()
+    assert torch.equal(prediction.set(0.9), expected)
+    assert not torch.allclose(prediction.probs, probs, atol=1e-4)
+    # through everything that is done with predictions
+    rows = torch.arange(len(expected)) % 2 == 0
+    for other in (prediction.picked(rows), pickle.loads(pickle.dumps(prediction)).picked(rows)):
+        assert torch.equal(other.set(0.9), expected[rows])
+    parts = uq.Prediction.cat([predictor(x[160:200]), predictor(x[200:])])
+    assert torch.equal(parts.set(0.9), expected)
+    assert torch.equal(predictor.predict([x[160:]], progress=False).set(0.9), expected)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.wrap(model, uq.load(tmp_path / "p.h5", model))
+    assert torch.equal(loaded(x[160:]).set(0.9), expected)
+    program = uq.export(predictor, x[:4]).module()
+    assert torch.equal(program(x[160:]).set, expected)
+    for head in ("sampling", "moments"):
+        found = uq.calibrate(fitted, _batches(x[100:160], y[100:160]), head=head, progress=False)
+        mine, at = uq.wrap(model, found), found.history.promises.posterior
+        plain = uq.wrap(model, found.with_settings(temperature=at["temperature"]), head)(x[160:]).probs
+        assert torch.allclose(mine(x[160:]).at_promises().probs, plain, atol=1e-6)
+
+
+def test_no_promising_label_chooses_what_scores_are_made_with(classes, fitted) -> None:
+    """Where a changed label is one of those that promise, scores keep their temperature and probabilities do not."""
+    _, x, y = classes
+    held_out = (x[100:160], y[100:160])
+    found = uq.calibrate(fitted, [held_out], **FAST).history.promises
+    tried = []
+    for row in range(60):
+        labels = held_out[1].clone()
+        labels[row] = (labels[row] + 1) % 3
+        other = uq.calibrate(fitted, [(held_out[0], labels)], **FAST).history.promises
+        tried.append((other.posterior == found.posterior, other.retuned == found.retuned))
+    # a row's part depends on its label too, so that a changed label of the other part may move it
+    kept = [same for same, _ in tried]
+    assert 0.2 < sum(kept) / len(kept) < 0.8
+    assert not any(retuned for same, retuned in tried if same)

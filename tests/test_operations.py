@@ -23,7 +23,7 @@ BOUNDS = {
         "sweep's batch, all": (274, 10, 5),
         "search's trial, last": (500, 168, 3),
         "search's trial, all": (168, 38, 3),
-        "calibrate, all": (11_200, 2_980, 320),
+        "calibrate, all": (11_200, 3_000, 320),
     },
     "lenet": {
         "prediction, last": (154, 29, 2),

@@ -49,7 +49,7 @@ def _surprise(scores: Mapping[str, Tensor], promises: ConformalScores) -> Tensor
 def test_p_values_and_reasons_are_those_of_the_definition(digits, score: str) -> None:
     model, posterior, x, _ = digits
     prediction = uq.wrap(model, posterior)(torch.cat((x[600:], torch.rand(40, 64), 3 + x[:5])))
-    promises, scores = prediction.known_promises(), prediction.scores()
+    promises, scores = prediction.known_promises(), prediction.at_promises().scores()
     own = _surprise(scores, promises) if score == JOINT else scores[score].double()
     held_out = promises.inputs[score].values.tolist()
     expected = torch.tensor([(1 + sum(h >= s for h in held_out)) / (1 + len(held_out)) for s in own.tolist()])

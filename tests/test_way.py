@@ -79,7 +79,7 @@ BOUNDS = {
     "last-layer fit, files": 44,
     "default fit": 697,
     "default fit, files": 66,
-    "later prediction": 93,
+    "later prediction": 94,
     "later prediction, files": 22,
     "operations": 82,
 }

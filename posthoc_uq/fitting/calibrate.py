@@ -102,6 +102,10 @@ def calibrate(
     void, and warns of it. Without held-out data see ``tune(posterior, loader, criterion="leave_one_out")``, which
     promises nothing.
 
+    Where outputs are logits without positions, all samples choose the temperature of the probabilities afterwards. Sets
+    and p-values keep the temperature of the first part: by one that depended on the promising labels nothing would be
+    promised.
+
     The scores, all of one prediction of each sample:
 
     * Of targets that are classes, `sets` (`posthoc_uq.likelihoods.conformal.class_scores`); of several labels
