@@ -1,8 +1,8 @@
 """What `uq.calibrate` gains and loses with 20 to 200 held-out labels, beside temperature scaling.
 
 The classifiers of the defaults (`_zoo.py`), those that choose settings apart from those that are only reported. Of
-every network and seed many draws of held-out labels are taken from its test inputs; the rest are predicted, as they are and
-with noise of 0.7 deviations. Numbers are NLLs less the network's own, in nats: means, and the worst draw of all.
+every network and seed many draws of held-out labels are taken from its test inputs; the rest are predicted, as they
+are and with noise of 0.7 deviations. Numbers are NLLs less the network's own, in nats: means, and the worst draw.
 
     python benchmarks/few_labels.py                  by the logits alone: 40 draws, every rule; some minutes of one core
     python benchmarks/few_labels.py --library        `uq.calibrate` itself, 3 draws; an hour
