@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -50,6 +51,17 @@ IMAGENET = "EfficientNet-Lite0"
 BOTH = "entropy and novelty"
 NETWORK = "network's entropy"
 
+CORRUPTED_KINDS = {
+    "noise of 0.3": ("noise", 0.3),
+    "noise of 1": ("noise", 1.0),
+    "blur of 0.7": ("blur", 0.7),
+    "blur of 1": ("blur", 1.0),
+    "blur of 2": ("blur", 2.0),
+    "contrast 0.2": ("contrast", 0.2),
+    "contrast 0.5": ("contrast", 0.5),
+}
+"""Familiar pictures that are corrupted, and by how much: noise in deviations of all pixels, blur in pixels."""
+
 FOREIGN_KINDS = ("other", "turned", "noise", "blur", "dark", "letters", "photos", "textures")
 TEXTURES = ("brick", "grass", "gravel")
 OTHER = {"digits 28": "fashion", "fashion": "digits 28"}
@@ -80,6 +92,29 @@ def foreign_pictures(data: str, number: int, seed: int = 0) -> dict[str, Tensor]
         "textures": drawn.photos(number, seed, TEXTURES),
     }
     return {kind: files.normalised(raw[kind]) for kind in FOREIGN_KINDS}
+
+
+def corrupted(inputs: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """Pictures (samples, channels, height, width) by kind of corruption; `seed` draws the noise."""
+    generator, darkest = torch.Generator().manual_seed(seed), inputs.amin()
+    found: dict[str, Tensor] = {}
+    for name, (kind, size) in CORRUPTED_KINDS.items():
+        if kind == "noise":
+            drawn = torch.randn(inputs.shape, generator=generator)
+            found[name] = inputs + size * inputs.std() * drawn
+        elif kind == "blur":
+            width = 2 * math.ceil(2 * size) + 1
+            found[name] = gaussian_blur(inputs, [width, width], [size, size])
+        else:
+            found[name] = darkest + size * (inputs - darkest)
+    return found
+
+
+@cache
+def unfamiliar(data: str) -> dict[str, Tensor]:
+    """Foreign pictures, and test pictures that are corrupted, by kind."""
+    test = split_of(data, 0).test.inputs[:FOREIGN]
+    return foreign_pictures(data, FOREIGN) | corrupted(test)
 
 
 Scores = dict[str, Tensor]
@@ -148,7 +183,7 @@ def ours(pair: Pair, seed: int) -> dict[str, Any]:
     found = aurocs(
         lambda inputs: own_scores(model, predictor, inputs, FORMS),
         test,
-        foreign_pictures(pair.data, FOREIGN),
+        unfamiliar(pair.data),
         [("entropy", "novelty, class")],
     )
     return {"AUROC": found}
@@ -162,7 +197,7 @@ def of_distances(pair: Pair, seed: int) -> dict[str, Any]:
         "AUROC": aurocs(
             lambda inputs: {name: score(inputs) for name, score in scores.items()},
             split.test.inputs[: 2 * FAMILIAR],
-            foreign_pictures(pair.data, FOREIGN),
+            unfamiliar(pair.data),
         )
     }
 
@@ -180,7 +215,7 @@ def of_ensemble(pair: Pair) -> dict[str, Any]:
         }
 
     test = pair.split(0).test.inputs[: 2 * FAMILIAR]
-    return {"AUROC": aurocs(scores, test, foreign_pictures(pair.data, FOREIGN))}
+    return {"AUROC": aurocs(scores, test, unfamiliar(pair.data))}
 
 
 def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -208,7 +243,7 @@ def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str,
 
 def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) -> dict[str, Any]:
     """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
-    drawings against other crops of the same photographs.
+    drawings, and of corrupted crops, against other crops of the same photographs.
     """
     model = efficientnet_lite0()
     training, familiar, foreign = photograph_crops(crops, number)
@@ -217,7 +252,7 @@ def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) ->
     found = aurocs(
         lambda inputs: own_scores(model, predictor, inputs, ("class", "top")),
         familiar,
-        foreign,
+        foreign | corrupted(familiar[:number]),
         [("entropy", "novelty, class")],
     )
     return {"AUROC": found}
@@ -259,12 +294,18 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a table a network, means over the seeds, then the means over the networks."""
     parts: list[str] = []
     names = dict.fromkeys(row["pair"] for row in found)
-    means: dict[str, dict[str, float]] = {}
+    foreign, corrupt = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for name in names:
         scores = _by_score([row for row in found if row["pair"] == name])
         parts += [f"\n### {name}\n", _table(scores)]
-        means[name] = {score: mean(kinds.values()) for score, kinds in scores.items()}
-    parts += ["\n### Means over the kinds\n", _means_table(means)]
+        for means, wanted in ((foreign, False), (corrupt, True)):
+            means[name] = {
+                score: mean(value for kind, value in kinds.items() if (kind in CORRUPTED_KINDS) == wanted)
+                for score, kinds in scores.items()
+                if any((kind in CORRUPTED_KINDS) == wanted for kind in kinds)
+            }
+    parts += ["\n### Means over the foreign kinds\n", _means_table(foreign)]
+    parts += ["\n### Means over the corrupted kinds\n", _means_table(corrupt)]
     errors = [
         f"{row['pair']}, {row['row']}, seed {row['seed']}: {row['error']}" for row in found if "error" in row
     ]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _kinds import features
+from _kinds import features, last_linear
 from _scored import class_scores, outputs, value_scores
 from _sets import Labelled, Split
 from _zoo import loader
@@ -91,18 +91,23 @@ Score = Callable[[Tensor], Tensor]
 
 def distances(model: nn.Module, train: Labelled) -> dict[str, Score]:
     """Scores of inputs by what enters and leaves the last layer, larger for foreign ones: Mahalanobis (Lee et al. 2018)
-    and relative Mahalanobis distance (Ren et al. 2021), the tenth neighbour (Sun et al. 2022), energy (Liu et al. 2020)
-    and the largest logit (Hendrycks et al. 2022), the first three in double precision.
+    and relative Mahalanobis distance (Ren et al. 2021), the tenth neighbour (Sun et al. 2022), the virtual logit (ViM,
+    Wang et al. 2022; half of the features' dimensions are principal, at most 512), energy (Liu et al. 2020) and the
+    largest logit (Hendrycks et al. 2022), all but the last two in double precision.
     """
     from pytorch_ood import detector
 
     known, labels = features(model, train.inputs).double(), train.targets
-    neighbours = min(10, len(labels))
+    neighbours, last = min(10, len(labels)), last_linear(model)
+    principal = max(1, min(512, known.shape[1] // 2))
     fitted = {
         "Mahalanobis": detector.Mahalanobis(None),
         "relative Mahalanobis": detector.RMD(None),
         "tenth neighbour": detector.KNN(None, k=neighbours, normalize=False),
         "tenth neighbour, cosine": detector.KNN(None, k=neighbours),
+        "virtual logit": detector.ViM(
+            None, principal, last.weight.detach().double(), last.bias.detach().double()
+        ),
     }
     with double():
         for one in fitted.values():

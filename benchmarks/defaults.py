@@ -5,7 +5,7 @@ Networks of many kinds are trained on tables, pictures, sequences and text (a fe
 is only reported. Every measurement is a file of its own there, so an interrupted run goes on where it was.
 
     python benchmarks/defaults.py --harm       accuracy, NLL and ECE against the network's own, every pair, three seeds
-    python benchmarks/defaults.py --novelty    AUROC of foreign inputs by every score, beside distances
+    python benchmarks/defaults.py --novelty    AUROC of foreign and corrupted inputs by every score, beside distances
     python benchmarks/defaults.py --harm --pairs lenet "wine, mlp"     these alone
     python benchmarks/defaults.py --smoke      two small networks, for the tests
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--harm", action="store_true", help="quality against the network's own")
-    parser.add_argument("--novelty", action="store_true", help="AUROC of foreign inputs")
+    parser.add_argument("--novelty", action="store_true", help="AUROC of foreign and of corrupted inputs")
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
     parser.add_argument("--rows", nargs="+", help="names of the rows to be run")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
