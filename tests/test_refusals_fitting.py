@@ -169,7 +169,6 @@ def weighted() -> uq.Posterior:
     return fit(net(), [(X, Y, torch.full((12,), 2.0))], batch_to_weights=lambda batch: batch[2])
 
 
-MANY = [(X.repeat(500, 1), Y.repeat(500))]
 SHUFFLED = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True)
 SEARCHES = {
     "of a model": Row(lambda: uq.tune(net(), DATA), "takes a posterior from .*, not a Sequential"),
@@ -201,7 +200,6 @@ SEARCHES = {
     "a temperature of values": Row(lambda: tune([(X, torch.ones(12, 1))], own=valued(), temperature=True), "logits"),
     "no targets left out": Row(lambda: left_out([(X, None)]), "targets"),
     "inputs alone left out": Row(lambda: left_out([X]), "targets"),
-    "many left out": Row(lambda: left_out(MANY), "held-out"),
     "two left out": Row(lambda: left_out([(X[:2], Y[:2])]), "at least 3"),
     "two groups": Row(lambda: left_out(groups=[0, 1]), "entries"),
     "one group": Row(lambda: left_out(groups=[0] * 12), "one group"),

@@ -135,10 +135,10 @@ def fit(
 ) -> Posterior:
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
 
-    With nothing given but the method, the likelihood and at most 2,048 samples, the fit of a perceptron ends like
+    With nothing given but the method and the likelihood, the fit of a perceptron ends like
     `tune(posterior, loader, criterion="leave_one_out")`, since such networks memorise their data: a regression
-    gets the noise variance of new data, and classes a temperature where the network's confidence exceeds the accuracy
-    that is likely at most by more than 0.1. This assumes training from scratch on these data, as the report says;
+    gets the noise variance of new data, and classes the temperature that new data need. Data of more than 2,048 samples
+    are read once more for that. This assumes training from scratch on these data, as the report says;
     ``posterior.with_settings(noise_scale=1)``, or ``temperature=1``, takes it back.
 
     In a process group of `torch.distributed` every process calls this with its part of the data (a `DataLoader`
@@ -635,26 +635,15 @@ def _by_leave_one_out(posterior: Posterior, plan: FitPlan, task: Task) -> Poster
     once = isinstance(plan.loader, Iterator)
     if plan.method.trains or not default or given or once or world() > 1:
         return None
-    from posthoc_uq.fitting.leave_one_out import (
-        FEW_SAMPLES,
-        UNASKED_GAP,
-        is_perceptron,
-        set_by_leave_one_out,
-    )
+    from posthoc_uq.fitting.leave_one_out import is_perceptron, set_by_leave_one_out
 
-    few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
-    if not few or plan.reader.batch_to_weights is not None:
+    if posterior.evidence.log_likelihood is None or plan.reader.batch_to_weights is not None:
         return None
     if not is_perceptron(task.model, task.batch, plan.seed):
         return None
     try:
         return set_by_leave_one_out(
-            posterior,
-            task.loader,
-            plan.reader,
-            seed=plan.seed,
-            progress=plan.progress,
-            least_gap=UNASKED_GAP,
+            posterior, task.loader, plan.reader, seed=plan.seed, progress=plan.progress
         )
     except PosthocUQError:  # data or likelihood that it is not for
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log10
+from math import log, log10
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.progress import Progress
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import backward_dominates, model_of
@@ -38,13 +38,12 @@ Groups = Sequence[Any] | Tensor | Callable[[Any], Any]
 
 RIDGES = tuple(10.0 ** (0.25 * step) for step in range(-24, 9))  # 1e-6 to 1e2
 MAX_TEMPERATURE = 1e4
-MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
+MAX_ROWS = 2048  # of the kernel, which has a number for every pair; its eigenvectors take some five seconds
 
 _SOLVED_AT_ONCE = 256  # columns
 
 INITIALISATIONS = 3  # untrained networks that are averaged
-FEW_SAMPLES = 2048  # up to which a fit does this unasked, in some five seconds; half a second for 1,000
-UNASKED_GAP = 0.1  # of confidence over the wanted one, beyond which a fit changes the temperature unasked
+_PARTS = 4  # of the rows, each of which is left out by itself, to see how the error falls with their number
 
 _OF_PERCEPTRONS = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.PReLU)
 
@@ -55,12 +54,14 @@ class LeftOut:
 
     Attributes:
         predictions: ``(samples, columns)``, float64.
+        fitted: of the regression on all samples, of the same shape.
         targets: of the same shape.
         units: how many were left out one after the other: samples, or groups of them.
         ridge: the one of `RIDGES` with the least mean squared error.
     """
 
     predictions: Tensor
+    fitted: Tensor
     targets: Tensor
     units: int
     ridge: float
@@ -73,12 +74,6 @@ class LeftOut:
         if self.targets.shape[1] == 1:
             return float(((self.predictions > 0.5) == (self.targets > 0.5)).double().mean())
         return float((self.predictions.argmax(1) == self.targets.argmax(1)).double().mean())
-
-    @property
-    def largest_accuracy(self) -> float:
-        """The accuracy and two of its standard errors, as if those of a group were right or wrong together."""
-        accuracy = self.accuracy
-        return min(1.0, accuracy + 2 * (accuracy * (1 - accuracy) / self.units) ** 0.5)
 
     @property
     def squared_error(self) -> Tensor:
@@ -146,7 +141,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
             for member in members:
                 part = vectors[member]
                 residuals[member] = torch.linalg.solve((part * inverse_values) @ part.T, solved[member])
-        found = LeftOut(targets - residuals, targets, units, ridge)
+        found = LeftOut(targets - residuals, targets - ridge * solved, targets, units, ridge)
         if best is None or float(found.squared_error.sum()) < float(best.squared_error.sum()):
             best = found
     return cast(LeftOut, best)
@@ -184,6 +179,90 @@ def temperature_for(logits: Tensor, wanted: float) -> float:
     return 10.0 ** float(cast(float, brentq(excess, 0.0, highest, xtol=1e-6)))
 
 
+def likeliest_temperature(logits: Tensor, left_out: LeftOut) -> float:
+    """The temperature, from 1 to 10,000, at which left-out predictions make the labels most likely as logits.
+
+    The kernel regression shows how much smaller margins are on new inputs: its left-out predictions are taken as logits
+    in units in which its fitted ones have the network's mean margin on the training inputs.
+
+    Args:
+        logits: of the network, ``(samples, classes)``, or ``(samples,)`` of two classes.
+        left_out: of the same samples.
+    """
+    fitted, predictions, labels = map(_of_columns, (left_out.fitted, left_out.predictions, left_out.targets))
+    margin = float(_margins(fitted).mean())
+    if margin <= 0:
+        return 1.0
+    as_logits = predictions * (float(_margins(_of_classes(logits)).mean()) / margin)
+    of_labels = (as_logits * labels).sum(1)
+
+    def slope(decade: float) -> float:
+        """Of the mean log likelihood along the inverse temperature, in which it is concave."""
+        expected = ((as_logits / 10.0**decade).softmax(1) * as_logits).sum(1)
+        return float((of_labels - expected).mean())
+
+    if slope(0.0) >= 0:
+        return 1.0
+    highest = log10(MAX_TEMPERATURE)
+    if slope(highest) <= 0:
+        return MAX_TEMPERATURE
+    from scipy.optimize import brentq
+
+    return 10.0 ** float(cast(float, brentq(slope, 0.0, highest, xtol=1e-6)))
+
+
+def _of_columns(values: Tensor) -> Tensor:
+    """Predictions of both classes where there is one column."""
+    return values if values.shape[1] > 1 else torch.cat((1 - values, values), 1)
+
+
+def _margins(values: Tensor) -> Tensor:
+    """By how much the largest value of each row exceeds the second."""
+    largest = values.topk(2, dim=1).values
+    return largest[:, 0] - largest[:, 1]
+
+
+def new_temperature(logits: Tensor, accuracy: float, units: int, likeliest: float) -> float:
+    """The geometric mean of two estimates of the temperature that predictions of new inputs need: that at which the
+    network's mean confidence is the accuracy and two of its standard errors, and `likeliest_temperature`.
+
+    The first takes confidence on new inputs for that on training inputs and is too high, the second trusts the kernel's
+    margins and is too low where it predicts poorly (docs/defaults.md).
+
+    Args:
+        logits: as `temperature_for` takes them.
+        accuracy: that is estimated on new inputs.
+        units: how many were left out one after the other to estimate it.
+        likeliest: the other estimate.
+    """
+    wanted = accuracy + 2 * (accuracy * (1 - accuracy) / units) ** 0.5
+    return ((temperature_for(logits, wanted) if wanted < 1 else 1.0) * likeliest) ** 0.5
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """How measures of left-out predictions fall as the samples grow from a part of the rows to all, and are taken to
+    fall on, by the same power, to the number of all samples.
+
+    Attributes:
+        whole: all rows, and the network's outputs for them.
+        parts: equal parts of the rows, each left out by itself; none where the rows are all samples.
+        power: that of the fall from a part to all rows which is the one from all rows to all samples.
+    """
+
+    whole: tuple[LeftOut, Tensor]
+    parts: list[tuple[LeftOut, Tensor]]
+    power: float
+
+    def of_all(self, measure: Callable[[LeftOut, Tensor], float]) -> float:
+        """The measure, at least 0, as it would be of all samples."""
+        now = measure(*self.whole)
+        if not self.parts:
+            return now
+        before = sum(measure(*part) for part in self.parts) / len(self.parts)
+        return now * (now / before) ** self.power if now < before else now
+
+
 def is_perceptron(model: nn.Module, batch: Batch, seed: int) -> bool:
     """Whether a network has hidden layers, and no other weights than those of linear layers on single rows and of their
     normalisation, all of them trained or none: it was then most likely trained from scratch, and its tangent kernel
@@ -219,32 +298,31 @@ def set_by_leave_one_out(
     initialisations: int = INITIALISATIONS,
     seed: int = 0,
     progress: bool = True,
-    least_gap: float = 0.0,
 ) -> Posterior:
     """The posterior with the temperature of classes, or the noise of a regression, that follows from the training data
     alone; its history says what was found.
 
-    The temperature is that at which the network's mean confidence on its training inputs is the accuracy that
-    leave-one-out estimates, and two standard errors: the posterior doubts new inputs, too, and few samples know little;
-    with the accuracy itself predictions are worse (docs/defaults.md). It is never below 1. The noise scale is the mean
-    over outputs of the larger of the training residuals' mean square and the leave-one-out error, over the noise
-    variance of the fit. A faithful prior is to be found again then.
+    The temperature is `new_temperature`, never below 1. The noise scale is the mean over outputs of the larger of the
+    training residuals' mean square and the leave-one-out error, over the noise variance of the fit. A faithful prior is
+    to be found again then.
+
+    Of more than `MAX_ROWS` samples those with the smallest hashes are left out one after the other. By four parts of
+    them, each by itself, it is seen how errors fall with the number of samples, and they are taken to fall on by that
+    power of it: rather too far than not far enough, since what noise there is in the labels stays.
 
     Args:
         posterior: of a network that was trained from scratch on these data, or else with `initial`.
-        loader: the training data, at most `MAX_SAMPLES` samples, read once.
+        loader: the training data, read once.
         reader: of its batches.
         initial: the network before its training, or several. Without it the modules are initialised anew.
         groups: samples that belong together, such as those of one patient, are left out together.
         initialisations: how many untrained networks are averaged, where `initial` is not given.
         seed: of the initial weights and the directions.
         progress: whether to show a bar.
-        least_gap: leave the temperature at 1 where the network's mean confidence exceeds the wanted one by no more than
-            this.
 
     Raises:
         PosthocUQError: the likelihood is none of classes or of a regression with one noise variance an output, the data
-            are too many or have no targets, or the untrained network is not known.
+            have no targets, or the untrained network is not known.
     """
     check_loader(loader)
     if torch.is_inference_mode_enabled():
@@ -256,7 +334,7 @@ def set_by_leave_one_out(
             "Leave-one-out counts every sample once, and the fit had weights; use held-out data."
         )
     model, likelihood = model_of(posterior), posterior.likelihood
-    data, members = _read(loader, reader, seed, groups)
+    data, order, members, samples = _read(loader, reader, seed, groups)
     network = replicate(model, posterior.trained_mean)
     columns, outputs = list[Tensor](), list[Tensor]()
     with torch.no_grad(), isolated_random_state(seed):
@@ -288,17 +366,25 @@ def set_by_leave_one_out(
             )
             kernel.add_(part, alpha=1 / float(part.diagonal().mean()))
             bar.advance()
-    left_out = leave_one_out(kernel, targets, members)
-    facts = (len(targets), len(starts), left_out.ridge, initial is not None)
+    kernel, targets, given = kernel[order][:, order], targets[order], given[order]
+    if likelihood.logits and targets.shape[1] == 1:
+        given = given.reshape(len(given))
+    left_out, parts = leave_one_out(kernel, targets, members), list[tuple[LeftOut, Tensor]]()
+    if samples > len(targets) and members is None:
+        for rows in torch.arange(len(targets), device="cpu").chunk(_PARTS):
+            parts.append((leave_one_out(kernel[rows][:, rows], targets[rows]), given[rows]))
+    growth = _Growth((left_out, given), parts, log(samples / len(targets)) / log(_PARTS))
+    facts = (samples, len(targets), len(starts), left_out.ridge, initial is not None)
     if likelihood.logits:
-        logits = given.reshape(len(given)) if targets.shape[1] == 1 else given
-        wanted = left_out.largest_accuracy
-        flattened = confidence(logits) - wanted > least_gap
-        temperature = temperature_for(logits, wanted) if flattened else 1.0
-        found = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
-        return _with(posterior, found)
+        accuracy = 1 - growth.of_all(lambda found, _: 1 - found.accuracy)
+        decades = growth.of_all(lambda found, logits: log10(likeliest_temperature(logits, found)))
+        temperature = new_temperature(given, accuracy, left_out.units, 10.0**decades)
+        return _with(posterior, LeaveOneOut(accuracy, None, temperature, None, *facts))
     residuals = (given.reshape(targets.shape) - targets).square().mean(0)
-    error = left_out.squared_error
+    outputs_errors = [
+        growth.of_all(lambda found, _, n=n: float(found.squared_error[n])) for n in range(targets.shape[1])
+    ]
+    error = torch.tensor(outputs_errors, dtype=torch.float64, device="cpu")
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
     return _with(posterior, LeaveOneOut(None, error, None, scale, *facts))
@@ -322,9 +408,11 @@ def _with(posterior: Posterior, found: LeaveOneOut) -> Posterior:
 
 def _read(
     loader: Iterable[Any], reader: BatchReader, seed: int, groups: Groups | None
-) -> tuple[list[Batch], Tensor | None]:
-    """All batches, and the group of every sample as a number."""
-    data, samples, named = list[Batch](), 0, list[Any]()
+) -> tuple[list[Batch], Tensor, Tensor | None, int]:
+    """Batches of all samples, or of the `MAX_ROWS` with the smallest hashes of inputs and targets; an order of them
+    that is not the loader's, the group of each in this order as a number, and how many samples there are.
+    """
+    named = list[Any]()
     if (
         groups is not None
         and not callable(groups)
@@ -341,28 +429,47 @@ def _read(
                 named.extend(torch.as_tensor(groups(item), device="cpu").tolist())
             yield item
 
+    data, keys, places, samples = list[Batch](), list[Tensor](), list[Tensor](), 0
     with isolated_random_state(seed):
         for batch in batches(noted(loader), reader):
             if batch.targets is None:
                 raise PosthocUQError(
                     f"Leave-one-out needs the training targets, and the loader yields inputs alone; {WITH_TARGETS}"
                 )
-            samples += count_samples(batch)
-            if samples > MAX_SAMPLES:
-                raise PosthocUQError(
-                    f"Leave-one-out takes a number for every pair of samples, so that there may be at most "
-                    f"{MAX_SAMPLES:,}. Pass a loader of some of them, whose estimate is pessimistic, or use held-out "
-                    f"data."
-                )
+            count = count_samples(batch)
             data.append(batch.kept())
+            keys.append(sample_keys((*batch.tensors, batch.targets), count, mixed_seed(seed, 3)).cpu())
+            places.append(torch.arange(samples, samples + count, device="cpu"))
+            samples += count
+            if sum(map(len, keys)) > 2 * MAX_ROWS:
+                data, keys, places = _smallest(data, keys, places)
+    if samples > MAX_ROWS:
+        data, keys, places = _smallest(data, keys, places)
+        data = list(joined(data))
+    order = torch.cat(keys or [torch.empty(0, device="cpu")]).argsort(stable=True)
     if groups is None:
-        return data, None
+        return data, order, None, samples
     if not callable(groups):
         named = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     if len(named) != samples:
         raise PosthocUQError(f"groups= has {len(named)} entries for {samples} samples.")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named))}
-    return data, torch.tensor([numbers[name] for name in named], device="cpu")
+    members = torch.tensor([numbers[name] for name in named], device="cpu")
+    return data, order, members[torch.cat(places)[order]], samples
+
+
+def _smallest(
+    data: Sequence[Batch], keys: Sequence[Tensor], places: Sequence[Tensor]
+) -> tuple[list[Batch], list[Tensor], list[Tensor]]:
+    """The `MAX_ROWS` samples with the smallest keys, of batches, their keys and their places."""
+    counts = [len(part) for part in keys]
+    taken = torch.zeros(sum(counts), dtype=torch.bool, device="cpu")
+    taken[torch.cat(list(keys)).argsort(stable=True)[:MAX_ROWS]] = True
+    picked = [
+        part for part in zip(data, keys, places, taken.split(counts), strict=True) if bool(part[3].any())
+    ]
+    cut = [batch if bool(p.all()) else batch.select(p, len(p)) for batch, _, _, p in picked]
+    return cut, [own[p] for _, own, _, p in picked], [own[p] for _, _, own, p in picked]
 
 
 def _starts(

@@ -160,6 +160,7 @@ class LeaveOneOut:
         temperature: that was set; None of a regression.
         noise_scale: that was set: the factor on the noise variance of the fit; None of classes.
         samples: of the training data.
+        rows: how many of the samples were left out one after the other.
         initialisations: how many untrained networks were averaged.
         ridge: of the kernel regression, in units of the kernel's mean diagonal.
         initial: whether the untrained networks were given.
@@ -170,23 +171,25 @@ class LeaveOneOut:
     temperature: float | None
     noise_scale: float | None
     samples: int
+    rows: int
     initialisations: int
     ridge: float
     initial: bool = False
 
     def __str__(self) -> str:
         if self.temperature is not None:
-            kept = "kept at 1: not far above" if self.temperature == 1.0 else f"{self.temperature:.4g} from"
-            found = f"temperature {kept} an estimated accuracy of {self.accuracy:.4g} and two standard errors"
+            kept = "kept at 1" if self.temperature == 1.0 else f"{self.temperature:.4g}"
+            found = f"temperature {kept} from an estimated accuracy of {self.accuracy:.4g} and the left-out margins"
         else:
             assert self.noise_variance is not None
             values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
             more = ", ..." if len(self.noise_variance) > 3 else ""
             found = f"noise variance from an estimated squared error of {values}{more}"
         networks = "the given network" if self.initial else f"{self.initialisations} untrained networks"
+        rows = f"{self.rows:,} of {self.samples:,}" if self.rows < self.samples else f"{self.samples:,}"
         assumed = "training from there" if self.initial else "training from scratch"
         return (
-            f"leave-one-out: {found}, by the tangent kernel of {networks} on {self.samples:,} samples; it assumes "
+            f"leave-one-out: {found}, by the tangent kernel of {networks} on {rows} samples; it assumes "
             f"{assumed} on these data"
         )
 
