@@ -276,9 +276,14 @@ def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     assert found.noise_variance is not None and found.temperature is None
     assert 0.6 < float(found.noise_variance) / 0.25 < 1.8  # the noise that the data were made with, and more
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
-    assert float(posterior.noise_variance) == pytest.approx(float(found.noise_variance), rel=1e-6)
-    assert posterior.history.left_out.plain() == {"temperature": 1.0, "noise_scale": found.noise_scale}
-    assert posterior.history.faithful.settings.noise_scale == found.noise_scale  # the prior is found again
+    # the noise and the mean of the weights' variance on training inputs are that together
+    total = uq.wrap(posterior.model, posterior)(data[0][0]).variance.mean()
+    assert float(total) == pytest.approx(float(found.noise_variance), rel=1e-4)
+    assert 0.3 * found.noise_scale < posterior.noise_scale < found.noise_scale
+    assert posterior.history.left_out.plain() == {"temperature": 1.0, "noise_scale": posterior.noise_scale}
+    assert (
+        posterior.history.faithful.settings.noise_scale == posterior.noise_scale
+    )  # the prior is found again
     assert "leave-one-out" in posterior.history.tuning["noise variance"]
     # batches and their order change nothing; another seed changes little
     inputs, targets = data[0]
@@ -407,7 +412,8 @@ def test_a_fit_of_a_perceptron_leaves_out_unasked() -> None:
     assert posterior.noise_scale > 10 and "untrained networks" in str(posterior.report())
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
     asked = estimated(memorised_fit(prior_precision=1.0), data)
-    assert asked.noise_scale == pytest.approx(posterior.noise_scale, rel=1e-6)
+    total = uq.wrap(posterior.model, posterior)(data[0][0]).variance.mean()
+    assert float(asked.noise_variance) == pytest.approx(float(total), rel=1e-4)
     classes, data, _ = memorised_classes()
     temperature = estimated(classes, data).temperature
     assert memorised_fit("classification").temperature == temperature and temperature > 1.5
@@ -418,7 +424,8 @@ def test_a_fit_leaves_out_nothing_where_something_is_given() -> None:
     _, data, _ = memorised_regression()
     for options in ({"noise_variance": 0.25}, {"prior_precision": 1.0}, {"divergence": 0.1}):
         assert memorised_fit(**options).noise_scale == 1.0
-    assert "leave-one-out" not in str(memorised_fit(val_loader=data).history.tuning)
+    _, data, _ = memorised_classes()
+    assert "leave-one-out" not in str(memorised_fit("classification", val_loader=data).history.tuning)
 
 
 @pytest.mark.filterwarnings("ignore:The network has about")

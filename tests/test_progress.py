@@ -180,7 +180,7 @@ SEARCHES = ["faithful prior", "evidence", "tuning"]
             {"prior_precision": "evidence"},
             ["Kronecker factors", "eigenbases", "evidence", "drawn models"],
         ),
-        ("inf", {"likelihood": "regression"}, ["noise", *SWEEPS, "untrained networks", "faithful prior"]),
+        ("inf", {"likelihood": "regression"}, ["noise", *SWEEPS, "untrained networks", "evidence"]),
         ("inf", {"val_loader": True}, [*SWEEPS, "faithful prior", "tuning", "calibrate"]),
         ("message_passing", {"epochs": 2}, ["looking at the data", "message passing"]),
         (

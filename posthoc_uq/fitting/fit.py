@@ -83,7 +83,7 @@ from posthoc_uq.fitting.prior import (
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, prepare
 from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
-from posthoc_uq.methods import METHODS, Method, method_of
+from posthoc_uq.methods import METHODS, Dense, Method, method_of
 from posthoc_uq.methods.checkpoint import (
     Checkpoint,
     State,
@@ -108,13 +108,18 @@ from posthoc_uq.posteriors.settings import HEADS
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
+_USUAL = "inf"  # the method where nobody names one
+FEW_WEIGHTS, ENOUGH_ROWS = (
+    700,
+    40,
+)  # up to which, and from which, it is "full" for a regression; docs/defaults.md
 
 
 @defer_interrupts
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
-    method: str | Method = "inf",
+    method: str | Method | None = None,
     *,
     val_loader: Iterable[Any] | None = None,
     likelihood: str | Likelihood = "classification",
@@ -138,8 +143,9 @@ def fit(
     With nothing given but the method and the likelihood, the fit of a perceptron ends like
     `tune(posterior, loader, criterion="leave_one_out")`, since such networks memorise their data: a regression
     gets the noise variance of new data, and classes the temperature that new data need. Data of more than 2,048 samples
-    are read once more for that. This assumes training from scratch on these data, as the report says;
-    ``posterior.with_settings(noise_scale=1)``, or ``temperature=1``, takes it back.
+    are read once more for that. The prior of the regression is then that of the log marginal likelihood
+    (`posthoc_uq.fitting.regression_prior`). This assumes training from scratch on these data, as the report says;
+    ``posterior.with_settings(noise_scale=1)``, or ``temperature=1``, takes noise and temperature back.
 
     In a process group of `torch.distributed` every process calls this with its part of the data (a `DataLoader`
     with a `DistributedSampler`) and gets the posterior of all data; a training runs in one process only.
@@ -148,7 +154,9 @@ def fit(
         model: the trained model; a copy that shares its weights runs in eval mode.
         loader: batches ``(inputs, targets)``, inputs alone, or mappings; how often it is read depends on the method.
         method: an object with its options (``uq.INF(rank=50)``), or its name (``"inf"``) with the options as further
-            arguments. The names are the keys of `posthoc_uq.methods.METHODS`.
+            arguments. The names are the keys of `posthoc_uq.methods.METHODS`. By default ``"inf"``; but where nothing
+            else is given for a regression by a perceptron of at most 700 weights, on 60 samples or more, ``"full"``:
+            a covariance of all weights together widens more outside of the data. The report says so.
         val_loader: held-out batches; the fit then ends with `calibrate(posterior, val_loader)`, or a training with the
             weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"ordinal"``, ``"regression"``,
@@ -227,6 +235,7 @@ def fit(
                 progress=progress,
             )
         task = _prove(plan)
+        plan = _with_dense_covariance(plan, task)
         posterior, kept_inputs = _sweep(plan, task)
         posterior = _choose(posterior, plan, task, kept_inputs)
         posterior = _with_fingerprints(posterior, plan)
@@ -243,6 +252,7 @@ class FitPlan(TaskPlan):
 
     Attributes:
         method: with its options.
+        chooses_method: whether nobody named it, nor layers.
         finds_noise: whether the noise variance of a regression comes from the data.
         prior: a prior precision, or how it is found; ``"faithful"`` for a training, where it counts only with a
             `divergence`.
@@ -254,6 +264,7 @@ class FitPlan(TaskPlan):
     """
 
     method: Method
+    chooses_method: bool
     finds_noise: bool
     prior: Prior
     divergence: float | None
@@ -281,7 +292,7 @@ class FitPlan(TaskPlan):
 def _plan(
     model: nn.Module,
     loader: Iterable[Any],
-    method: str | Method,
+    method: str | Method | None,
     options: Mapping[str, Any],
     *,
     val_loader: Iterable[Any] | None,
@@ -311,7 +322,10 @@ def _plan(
         check_selection(layers)
     resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
     finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
-    chosen, weight_mean = _method_with_options(method, options, layers, prior_mean)
+    free = method is None and not options and layers is None
+    chosen, weight_mean = _method_with_options(
+        _USUAL if method is None else method, options, layers, prior_mean
+    )
     check_weight_prior(chosen, prior_precision, weight_mean)
     of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
     chosen, prior, budget = prior_and_budget(
@@ -345,6 +359,7 @@ def _plan(
         memory_budget=TEMPORARY_BYTES if chosen.memory_budget is None else chosen.memory_budget,
         progress=bars_shown(progress),
         method=chosen,
+        chooses_method=free,
         finds_noise=finds_noise,
         prior=prior,
         divergence=budget,
@@ -392,6 +407,21 @@ def _prove(plan: FitPlan) -> Task:
             warn_user(warning)
     task.seconds["dry run"] = time.perf_counter() - began
     return task
+
+
+def _with_dense_covariance(plan: FitPlan, task: Task) -> FitPlan:
+    """The plan, with a dense covariance as its method for a regression of few weights whose noise leave-one-out will
+    find, where nobody chose another.
+    """
+    weights = sum(layer.parameters for layer in task.layers.values())
+    if not plan.chooses_method or weights > FEW_WEIGHTS or plan.head != "linearized" or not plan.finds_noise:
+        return plan
+    if task.batch.targets is None or not _leaves_out_unasked(plan, task):
+        return plan
+    if (task.samples_in_all or 0) < ENOUGH_ROWS:
+        return plan
+    task.plan = plan = replace(plan, method=Dense())
+    return plan
 
 
 def _frozen(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[int, int]:
@@ -581,6 +611,10 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
         value = getattr(plan.method, option.name)
         if isinstance(value, (bool, int, float, str)) and value != option.default:
             facts.setdefault(option.name.replace("_", " "), value)
+    if plan.chooses_method and plan.method.name != _USUAL:
+        facts["method chosen"] = (
+            f"'{plan.method.name}', for {covered:,} weights and {posterior.evidence.samples:,} samples of a regression"
+        )
     if plan.weight_precisions is not None:
         facts["prior of each weight"] = "given, times the prior precision"
     if mean is not None:
@@ -601,11 +635,11 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
 
 def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptInputs | None) -> Posterior:
     """The posterior with its hyperparameters: by leave-one-out where nobody has to ask for it, the prior precision that
-    was asked for, and by held-out data where there are any.
+    was asked for or follows from that, and by held-out data where there are any.
     """
-    if plan.val_loader is None:
+    if plan.val_loader is None or plan.finds_noise:  # `calibrate` keeps the width of a regression
         left_out = _by_leave_one_out(posterior, plan, task)
-        if left_out is None and plan.finds_noise:
+        if left_out is None and plan.finds_noise and plan.val_loader is None:
             _warn_if_memorised(posterior)
         posterior = left_out or posterior
     posterior = with_prior(
@@ -629,24 +663,29 @@ def _by_leave_one_out(posterior: Posterior, plan: FitPlan, task: Task) -> Poster
     """The posterior with the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for
     it; see docs/defaults.md. None elsewhere.
     """
-    default = plan.by_name and plan.prior == "faithful" and plan.divergence == DIVERGENCE
-    default = default and plan.weight_precisions is None
-    given = posterior.likelihood.noise_variance is not None and not plan.finds_noise
-    once = isinstance(plan.loader, Iterator)
-    if plan.method.trains or not default or given or once or world() > 1:
+    if posterior.evidence.log_likelihood is None or not _leaves_out_unasked(plan, task):
         return None
-    from posthoc_uq.fitting.leave_one_out import is_perceptron, set_by_leave_one_out
+    from posthoc_uq.fitting.leave_one_out import set_by_leave_one_out
 
-    if posterior.evidence.log_likelihood is None or plan.reader.batch_to_weights is not None:
-        return None
-    if not is_perceptron(task.model, task.batch, plan.seed):
-        return None
     try:
         return set_by_leave_one_out(
             posterior, task.loader, plan.reader, seed=plan.seed, progress=plan.progress
         )
     except PosthocUQError:  # data or likelihood that it is not for
         return None
+
+
+def _leaves_out_unasked(plan: FitPlan, task: Task) -> bool:
+    """Whether nothing was chosen that leave-one-out would find, and the network is one that it is for."""
+    default = plan.by_name and plan.prior == "faithful" and plan.divergence == DIVERGENCE
+    default = default and plan.weight_precisions is None and plan.reader.batch_to_weights is None
+    given = plan.likelihood.noise_variance is not None and not plan.finds_noise
+    once = isinstance(plan.loader, Iterator)
+    if plan.method.trains or not default or given or once or world() > 1:
+        return False
+    from posthoc_uq.fitting.leave_one_out import is_perceptron
+
+    return is_perceptron(task.model, task.batch, plan.seed)
 
 
 def _warn_if_memorised(posterior: Posterior) -> None:

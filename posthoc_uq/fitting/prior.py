@@ -27,7 +27,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods import Method
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import BLOCKS
+from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.search import maximise_evidence
 
@@ -226,7 +226,10 @@ def with_prior(
         posterior = posterior.noted(head={"criterion": "faithful"})
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         began = time.perf_counter()
-        posterior = set_faithful(inputs, predictor, divergence, seed=seed, progress=progress)
+        set_width = set_faithful
+        if knows_noise(posterior):
+            from posthoc_uq.fitting.regression_prior import set_by_known_noise as set_width
+        posterior = set_width(inputs, predictor, divergence, seed=seed, progress=progress)
         return posterior.noted(fit={"seconds, faithful prior": time.perf_counter() - began})
     if not posterior.has_free_prior_precision:
         return posterior.noted(head={"criterion": "given"})
@@ -238,6 +241,14 @@ def with_prior(
     if not tuned_after:
         _warn_if_draws_differ(posterior, task.batch, seed, progress)
     return posterior
+
+
+def knows_noise(posterior: Posterior) -> bool:
+    """Whether leave-one-out found the noise of a regression, by which a prior precision can be set."""
+    found = posterior.history.leave_one_out
+    by_evidence = posterior.has_free_prior_precision and LOG_DETERMINANT in posterior.capabilities
+    linear = posterior.history.head is not None and posterior.history.head.name == "linearized"
+    return found is not None and found.noise_scale is not None and by_evidence and linear
 
 
 def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progress: bool) -> None:

@@ -44,7 +44,7 @@ from posthoc_uq.fitting.faithful import (
 )
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
-from posthoc_uq.fitting.prior import DIVERGENCE
+from posthoc_uq.fitting.prior import DIVERGENCE, knows_noise
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
@@ -407,9 +407,9 @@ class _ByLeaveOneOut(_Search):
         )
         if not found.history.faithful or once:
             return found
-        # faithful at the new noise or temperature
-        faithful = _ByFaithfulness(found, loader, self.reader, seed=self.seed, progress=self.progress)
-        return faithful.tuned()
+        # at the new noise or temperature
+        again = _ByKnownNoise if knows_noise(found) else _ByFaithfulness
+        return again(found, loader, self.reader, seed=self.seed, progress=self.progress).tuned()
 
 
 class _ByFaithfulness(_Search):
@@ -433,6 +433,17 @@ class _ByFaithfulness(_Search):
                 seed=self.seed,
                 matched=bool(self.temperature),
                 progress=self.progress,
+            )
+
+
+class _ByKnownNoise(_ByFaithfulness):
+    def run(self) -> Posterior:
+        from posthoc_uq.fitting.regression_prior import set_by_known_noise
+
+        predictor = self.recorded_predictor()
+        with self.rows_named():
+            return set_by_known_noise(
+                self.sampled_inputs(), predictor, DIVERGENCE, seed=self.seed, progress=self.progress
             )
 
 

@@ -104,6 +104,16 @@ _KEPT_BUDGETS = 2  # what blocks keep between evaluations may take so many memor
 def maximise_evidence(
     posterior: Posterior, *, per_layer: bool = False, noise: bool = False, progress: bool = False
 ) -> Posterior:
+    """`find_evidence`, with a warning of values at an edge of the search."""
+    found = find_evidence(posterior, per_layer=per_layer, noise=noise, progress=progress)
+    assert found.history.trials is not None
+    found.history.trials.warn_of_edges()
+    return found
+
+
+def find_evidence(
+    posterior: Posterior, *, per_layer: bool = False, noise: bool = False, progress: bool = False
+) -> Posterior:
     """The posterior with the prior precision (one, or one per layer) of the largest log marginal likelihood, and with
     `noise` the noise variance too; its history has the trials.
 
@@ -127,7 +137,6 @@ def maximise_evidence(
                 edges = search.set_noise() + search.set_prior()
     trials = search.trials
     trials.at_edge, trials.chosen = edges, trials.best
-    trials.warn_of_edges()
     found = "by the log marginal likelihood"
     how = {"prior precision": found} | ({"noise variance": found} if noise else {})
     return search.posterior.replaced(history=replace(posterior.history.noted(tuning=how), trials=trials))
