@@ -37,6 +37,7 @@ from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number_keys, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
+from posthoc_uq.curvature.sweep import WORD
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
 from posthoc_uq.fitting.held_out import HeldOutLoss, most_probable_factor
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
@@ -330,6 +331,7 @@ class _HeldOut:
         self.loader, self._reader, self._likelihood, self.joins = loader, reader, likelihood, joins
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
+        self._content = 0  # the sum of all hashes, by which every pass is compared with the first
         self.samples = self.tuning = 0
 
     @property
@@ -351,8 +353,15 @@ class _HeldOut:
 
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """All batches, each with which of its samples ``(samples,)`` tune."""
+        content = 0
         for batch, keys in self._keyed():
+            content += int(keys.sum())
             yield batch, torch.ones_like(keys).bool() if self._bound is None else keys < self._bound
+        if self._bound is not None and (content - self._content) % WORD:
+            raise PosthocUQError(
+                "The loader gave other inputs than in the pass before, so that no two parts of them exist; leave "
+                "random changes of inputs out."
+            )
 
     def of_loader(self) -> Iterator[Batch]:
         """All batches."""
@@ -422,7 +431,7 @@ class _HeldOut:
                 f"samples, or share=None for all in both."
             )
         self.tuning = min(max(1, round(share * self.samples)), self.samples - 1)
-        self._bound = int(keys.sort().values[self.tuning])
+        self._bound, self._content = int(keys.sort().values[self.tuning]), int(keys.sum())
 
 
 def _measured(
@@ -484,11 +493,6 @@ def _measured(
                 of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
             bar.advance(len(prediction))
     first = torch.cat(tuning)
-    if not data.all_in_both and (len(first), int(first.sum())) != (data.samples, data.tuning):
-        raise PosthocUQError(
-            "The loader gave other inputs than in the pass before, so that no two parts of them exist; leave random "
-            "changes of inputs out."
-        )
     second = first if data.all_in_both else ~first
     scores, of_inputs_kept = _input_scores(of_inputs, first, second)
     of_counted_kept = mistaken = of_targets_kept = None
