@@ -61,7 +61,7 @@ def test_few_weights_get_a_dense_covariance_that_widens_outside_of_the_data() ->
     # a method that is named, layers that are named, and few rows
     assert uq.fit(model, [(x, y)], "inf", **OPTIONS).method == "inf"
     assert uq.fit(model, [(x, y)], layers="last", **OPTIONS).method == "inf"
-    assert uq.fit(model, [(x[:39], y[:39])], **OPTIONS).method == "inf"
+    assert uq.fit(model, [(x[:59], y[:59])], **OPTIONS).method == "inf"
 
 
 def noise_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
