@@ -109,10 +109,7 @@ from posthoc_uq.posteriors.settings import HEADS
 # diagonal takes what correlated weights have in common for several parameters.
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
 _USUAL = "inf"  # the method where nobody names one
-FEW_WEIGHTS, ENOUGH_ROWS = (
-    700,
-    40,
-)  # up to which, and from which, it is "full" for a regression; docs/defaults.md
+FEW_WEIGHTS, ENOUGH_ROWS = 700, 60  # up to and from which "full" is the method of a regression
 
 
 @defer_interrupts
