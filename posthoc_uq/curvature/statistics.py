@@ -78,7 +78,7 @@ def plan(shape: Shape, diagonal: bool, rotated: bool, fits: bool = True) -> Plan
     """
     m, n, t, g, a = shape.outputs, shape.inputs, shape.positions, shape.width_g, shape.width_a
     form = m * n * (t + TOUCH_COST)
-    pairs = shape.pairs * m * n
+    pairs = shape.pairs * (m * n + TOUCH_COST * (m + n) * (t > 1))
     rows = t * (n * a + m * g) + min(shape.pairs * g * a, g * a * (t + TOUCH_COST))
     rotate = min(g * m * n + g * n * a, m * n * a + g * m * a) + TOUCH_COST * (min(g * n, m * a) + g * a)
     best: Plan | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from posthoc_uq.core.numerics import CONVOLUTIONS
 CPU_TEMPORARY = 16 * 2**20
 
 _USED_AT_ONCE = 4096  # positions of rows with a 1 that are taken together, so that few places occur in them
+
+_NARROW = 3  # columns of a map of which a strided copy takes twice as long as torch's own unfolding
 
 MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
@@ -134,7 +137,11 @@ def temporary_limit(budget: int, device: torch.device) -> int:
 def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += sum_{s,t} l r^T`` for rows ``(samples, groups, positions, size)``; total ``(groups, p, q)``."""
     groups, p, q = total.shape
-    if groups > 1:
+    if groups > 1 and left.shape[2] * (p + q) <= p * q:
+        # fewer numbers are copied than one product for each sample would write
+        left, right = (rows.transpose(0, 1).flatten(1, 2) for rows in (left, right))
+        total.baddbmm_(left.transpose(1, 2), right)
+    elif groups > 1:
         total += torch.matmul(left.transpose(2, 3), right).sum(0)
     elif left.stride(3) == 1 and right.stride(3) == 1:
         total[0].addmm_(left.reshape(-1, p).T, right.reshape(-1, q))
@@ -540,10 +547,25 @@ class Patches(Operand):
         geometry = Geometry(self._stride, padding, self._dilation)
         return Patches(x, self._kernel, geometry, groups=self._groups, bias=self._bias)
 
-    def part(self, samples: slice | Tensor) -> Patches:
+    @cached_property
+    def _unfolded(self) -> Rows | None:
+        """All patches of a depthwise convolution, where they are few. Its products are so small that a call of a
+        convolution for one of them takes longer than unfolding for all.
+        """
+        numbers = self.samples * self._groups * self._fan_in * self.positions
+        few = numbers * self._x.element_size() <= CPU_TEMPORARY
+        return Rows(self._patches()) if few and self._groups > self._channels == 1 else None
+
+    def part(self, samples: slice | Tensor) -> Operand:
+        return self._part(samples) if self._unfolded is None else self._unfolded.part(samples)
+
+    def _part(self, samples: slice | Tensor) -> Patches:
         return self._with(self._x[samples], self._padding)
 
     def rows(self) -> Tensor:
+        return self._patches() if self._unfolded is None else self._unfolded.rows()
+
+    def _patches(self) -> Tensor:
         columns = self._unfold_patches()
         if self._bias:
             columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
@@ -557,6 +579,8 @@ class Patches(Operand):
 
     def project(self, basis: Tensor) -> Tensor:
         groups, _, width = basis.shape
+        if self._unfolded is not None:
+            return self._unfolded.project(basis)
         # a convolution would copy more numbers of U than there are in rows
         if self.samples * self.positions < width:
             return Rows(self.rows()).project(basis)
@@ -571,7 +595,7 @@ class Patches(Operand):
     ) -> None:
         groups, _, width = test_matrix.shape
         for part in chunks(self.samples, self.positions * groups * width, self._x.element_size(), limit):
-            patches = self.part(part)
+            patches = self._part(part)
             patches.add_correlation(total, weighted(patches.project(test_matrix), weights, part))
 
     def add_correlation(self, total: Tensor, rows: Tensor) -> None:
@@ -585,6 +609,9 @@ class Patches(Operand):
             total[:, self._fan_in] += rows.sum((0, 2))
 
     def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        if self._unfolded is not None:
+            self._unfolded.add_gram(total, limit, weights)
+            return
         if self._bias:
             self._add_bias_gram(total, weights)
         roots = None if weights is None else weights.sqrt()
@@ -618,7 +645,7 @@ class Patches(Operand):
                 band._add_unfolded(total, limit)
             return
         for part in chunks(self.samples, max(numbers, total.numel() * (total.shape[0] > 1)), item, limit):
-            rows = self.part(part)._unfold_patches().transpose(2, 3)
+            rows = self._part(part)._unfold_patches().transpose(2, 3)
             add_products(total, rows, rows)
 
     def _add_bias_gram(self, total: Tensor, weights: Tensor | None) -> None:
@@ -639,6 +666,8 @@ class Patches(Operand):
             yield self._with(x[:, :, first:last], no_padding)
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        if self._unfolded is not None:
+            return self._unfolded.gradients(output_gradients, limit)
         samples, groups, _, outputs = output_gradients.shape
         columns = output_gradients.transpose(2, 3)
         if self._channels == 1 and groups > 1:
@@ -650,7 +679,7 @@ class Patches(Operand):
             numbers = groups * self._fan_in * self.positions
             for part in chunks(samples, numbers, gradients.element_size(), limit):
                 torch.matmul(
-                    columns[part], self.part(part)._unfold_patches().transpose(2, 3), out=gradients[part]
+                    columns[part], self._part(part)._unfold_patches().transpose(2, 3), out=gradients[part]
                 )
         gradients = gradients.reshape(samples, groups, outputs, self._fan_in)
         if not self._bias:
@@ -700,9 +729,15 @@ def rotate_output_gradients(gradients: Tensor, basis: Tensor) -> Tensor:
 def _unfold(padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """Patches ``(samples, channels * kernel, positions)`` of any number of spatial dimensions.
 
-    A strided view, copied once; faster than `F.unfold`, five times so for few channels.
+    A strided view, copied once; faster than `F.unfold`, five times so for few channels, but for the narrowest maps.
     """
     windows, dims = padded, len(kernel)
+    if (
+        padded.is_floating_point()
+        and dims == 2
+        and padded.shape[3] - dilation[1] * (kernel[1] - 1) <= _NARROW * stride[1]
+    ):
+        return F.unfold(padded, tuple(kernel), tuple(dilation), 0, tuple(stride))
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         windows = windows.unfold(axis + 2, d * (k - 1) + 1, s)[..., ::d]
     # (samples, channels, *positions, *kernel): the kernel comes before the positions

@@ -440,7 +440,9 @@ def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: i
     """
     samples, groups, functions, outputs, positions = gradients.shape
     by_jacobian = functions * outputs * inputs * (positions + TOUCH_COST)
-    by_pairs = positions**2 * (inputs + functions * outputs) <= by_jacobian
+    pairs = positions**2 * (inputs + functions * outputs)
+    pairs += TOUCH_COST * positions * (positions + 2 * functions * outputs)
+    by_pairs = pairs <= by_jacobian
     numbers = groups * (
         positions * (positions + functions * outputs) if by_pairs else functions * outputs * inputs
     )
