@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 BOUNDS = {
     "mlp": {
         "prediction, last": (150, 29, 2),
-        "prediction, all": (490, 40, 6),
+        "prediction, all": (450, 37, 4),
         "sweep's batch, last": (182, 10, 5),
         "sweep's batch, all": (274, 10, 5),
         "search's trial, last": (500, 168, 3),
@@ -27,7 +27,7 @@ BOUNDS = {
     },
     "lenet": {
         "prediction, last": (154, 29, 2),
-        "prediction, all": (780, 52, 8),
+        "prediction, all": (705, 43, 4),
         "sweep's batch, last": (189, 10, 5),
         "sweep's batch, all": (414, 10, 5),
         "search's trial, last": (493, 168, 3),

@@ -140,10 +140,7 @@ class WeightCovariance:
             size = (samples, functions, functions) if mode == "covariance" else (samples, functions)
             size = (samples * functions,) * 2 if mode == "joint" else size
             return torch.zeros(size, dtype=torch.float64, device="cpu")
-        total, *others = precise_values(parts)
-        for part in others:
-            total = total.to(part.device) + part
-        return total
+        return precise_values(parts).sum(0)
 
     def with_prior(
         self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float]

@@ -23,7 +23,6 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import constant
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import (
-    MAX_CACHED_BYTES,
     TOUCH_COST,
     OneHotRows,
     Operand,
@@ -108,28 +107,27 @@ def variances_in(value: Tensor) -> Tensor:
     return value if value.ndim == 2 else value.diagonal(dim1=1, dim2=2)
 
 
-def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
-    """The values of several layers whose sum is asked for, with imprecise samples computed again; the device is waited
-    for once. A sample is imprecise in a layer where less is left of the sum than `MIN_SHARE` of what the layer's
-    diagonal part gave.
+def precise_values(layers: Sequence[Checked]) -> Tensor:
+    """The values of several layers whose sum is asked for, one below the other, with imprecise samples computed again;
+    the device is waited for once. A sample is imprecise in a layer where less is left of the sum than `MIN_SHARE` of
+    what the layer's diagonal part gave.
     """
-    doubtful = [(layer.value, layer.diagonal) for layer in layers if layer.diagonal is not None]
-    if not doubtful:
-        return [layer.value for layer in layers]
-    total, *others = (variances_in(layer.value) for layer in layers)
-    for other in others:
-        total = total.to(other.device) + other
-    flags = iter(on_host(*((total < MIN_SHARE * whole).any(dim=1) for _, whole in doubtful)))
-    values: list[Tensor] = []
-    for value, diagonal, repeat in layers:
-        if diagonal is not None:
-            which = next(flags).nonzero().flatten()
-            if len(which) == len(value):
-                value = repeat(slice(0, len(value)))
-            elif len(which):
-                which = which.to(value.device)
-                value[which] = repeat(which)
-        values.append(value)
+    device = layers[0].value.device
+    values = torch.stack([on_device(layer.value, device) for layer in layers])
+    parts = [on_device(layer.diagonal, device) for layer in layers if layer.diagonal is not None]
+    if not parts:
+        return values
+    (short,) = on_host((variances_in(values.sum(0)) < MIN_SHARE * torch.stack(parts)).any(dim=2))
+    if not bool(short.any()):
+        return values
+    doubtful = [number for number, layer in enumerate(layers) if layer.diagonal is not None]
+    for number, samples in zip(doubtful, short, strict=True):
+        which = samples.nonzero().flatten()
+        if len(which) == len(samples):
+            values[number] = on_device(layers[number].repeat(slice(0, len(samples))), device)
+        elif len(which):
+            repeated = layers[number].repeat(on_device(which, layers[number].value.device))
+            values[number, on_device(which, device)] = on_device(repeated, device)
     return values
 
 
@@ -523,6 +521,7 @@ class _LayerOfBlock(Covariance):
 #   turn the activations and output gradients beforehand, not ``J``.
 
 _FEWEST_ROWS = 256  # of a product with all weights, if memory allows
+_PART_BYTES = 2**23  # of a temporary on a CPU: 4 MiB take as long in more calls, 16 MiB more memory
 _FEW_OUTPUTS = 16  # of a layer, below which pairs of positions are formed in both orders
 
 
@@ -638,6 +637,8 @@ class Independent(Covariance):
         ((activations, gradients),) = rows.values()
 
         def work(part: slice | Tensor, double: bool) -> Contracted:
+            if isinstance(part, slice) and is_all(part, len(gradients)):
+                return self._contracted(activations, gradients, mode, double, False)
             return self._contracted(activations.part(part), gradients[part], mode, double, False)
 
         return self._checked(work, gradients.shape[0], mode)
@@ -724,15 +725,13 @@ class Independent(Covariance):
     def _in_parts(
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
-        """A few samples at a time, so that what is made of them stays in a processor's cache; all at once for
-        ``"joint"``.
-        """
+        """A few samples at a time; all at once for ``"joint"``."""
         samples = len(gradients)
         ways = self._ways(gradients.shape, mode, double)
         item = 8 if double else gradients.element_size()
         step = samples
         if mode != "joint":
-            limit = min(self.limit, MAX_CACHED_BYTES) if gradients.device.type == "cpu" else self.limit
+            limit = min(self.limit, _PART_BYTES) if gradients.device.type == "cpu" else self.limit
             step = max(1, limit // max(1, max(ways.of_sample, ways.of_outputs) * item))
             # of few rows most of a product's time goes to reading the weights
             fewest = -(-_FEWEST_ROWS * self.weights.shape[2] // max(1, ways.of_sample))
@@ -742,10 +741,11 @@ class Independent(Covariance):
             weights = self._core_weights(slice(None), double)  # once for all parts
         parts: list[Contracted] = []
         for start in range(0, samples, step):
-            part = slice(start, min(samples, start + step))
-            parts.append(
-                self._of_part(activations.part(part), gradients[part], mode, double, norms, ways, weights)
-            )
+            own, of_own = activations, gradients
+            if step < samples:
+                part = slice(start, min(samples, start + step))
+                own, of_own = activations.part(part), gradients[part]
+            parts.append(self._of_part(own, of_own, mode, double, norms, ways, weights))
         return joined(parts)
 
     def _of_part(
@@ -768,7 +768,8 @@ class Independent(Covariance):
         inputs: Tensor | None = None
         if ways.by_pairs or ways.by_positions:
             inputs = activations.rows().transpose(0, 1).contiguous()  # (G, samples, T, n)
-            activations = Rows(inputs.transpose(0, 1))
+            if not (ways.by_pairs and ways.by_positions):
+                activations = Rows(inputs.transpose(0, 1))
             inputs = as_double(inputs) if double else inputs
         wide = as_double(gradients) if double else gradients
         lengths: Tensor | None = None
@@ -779,7 +780,7 @@ class Independent(Covariance):
         cores: Tensor | None = None
         item, outputs = wide.element_size(), gradients.shape[3]
         for rows in self._row_chunks(len(gradients) * ways.of_outputs // outputs, item):
-            own = wide[:, :, :, rows]
+            own = wide if is_all(rows, outputs) else wide[:, :, :, rows]
             by_output = own.permute(1, 3, 0, 2, 4).contiguous()  # (G, rows, samples, functions, T)
             jacobian: Tensor | None = None
             row_lengths: Tensor | None = None
@@ -809,9 +810,11 @@ class Independent(Covariance):
                 diagonal = squares if diagonal is None else diagonal + squares
             if ways.by_positions:
                 assert inputs is not None
-                own_weights = (
-                    self._core_weights(rows, double) if core_weights is None else core_weights[:, rows]
-                )
+                own_weights = core_weights
+                if own_weights is None:
+                    own_weights = self._core_weights(rows, double)
+                elif not is_all(rows, outputs):
+                    own_weights = own_weights[:, rows]
                 core = self._core_of_positions(inputs, by_output, own_weights, rows, double)
             else:
                 assert jacobian is not None
@@ -841,7 +844,7 @@ class Independent(Covariance):
         of_output = samples * ways.of_outputs // outputs
         for rows in self._row_chunks(of_output, gradients.element_size()):
             weights, own, of_core = self.weight_rows(rows, double), gradients, core_weights
-            if rows.stop - rows.start < outputs:
+            if not is_all(rows, outputs):
                 own = gradients[..., rows]
                 of_core = None if core_weights is None else core_weights[:, rows]
             weighted = own * torch.mm(squares, weights[0].T).unsqueeze(1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.numerics import cholesky, constant
-from posthoc_uq.layers.operands import MAX_CACHED_BYTES, TOUCH_COST, Operand, chunks
+from posthoc_uq.layers.operands import TOUCH_COST, Operand, chunks
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -391,11 +391,7 @@ class LowRankDiagonal(Independent):
         if mode == "joint":
             return precise(work(everything, True).value)
         value, diagonal, _ = work(everything, False)
-        whole = variances_in(diagonal)
-        # known at once where that makes no device wait: then nothing is kept for a repetition
-        if value.device.type == "cpu" and not bool((variances_in(value) < MIN_SHARE * whole).any()):
-            return precise(value)
-        return Checked(value, whole, lambda part: work(part, True).value)
+        return Checked(value, variances_in(diagonal), lambda part: work(part, True).value)
 
     def core_width(self, double: bool) -> int:
         if not self.width:
@@ -457,11 +453,10 @@ class LowRankDiagonal(Independent):
             return super()._contracted(activations, gradients, mode, double, norms)
         samples, _, functions, outputs, _ = gradients.shape
         inputs, own = activations.rows()[:, 0, 0], gradients[:, 0, :, :, 0]
-        limit = min(self.limit, MAX_CACHED_BYTES) if own.device.type == "cpu" else self.limit
         numbers = sum(formed[0].shape) + outputs**2 + 2 * functions * outputs
         parts = [
             self._of_formed(inputs[part], own[part], mode, *formed)
-            for part in chunks(samples, numbers, own.element_size(), limit)
+            for part in chunks(samples, numbers, own.element_size(), self.limit)
         ]
         return joined(parts)
 
@@ -522,15 +517,17 @@ class LowRankDiagonal(Independent):
             return None
         inputs, outputs = self._bases(double)
         groups, height, samples, functions, positions = gradients.shape
-        spread = activations.unsqueeze(3) * inputs[:, None, None]  # (G, samples, T, a, n)
-        directions = torch.bmm(weights, spread.flatten(1, 3).transpose(1, 2))  # (G, rows, samples * T * a)
+        outputs = outputs if is_all(rows, outputs.shape[2]) else outputs[:, :, rows]
+        # (G, samples * T, a, n)
+        spread = activations.view(groups, samples * positions, 1, -1) * inputs.unsqueeze(1)
+        directions = torch.bmm(weights, spread.flatten(1, 2).transpose(1, 2))  # (G, rows, samples * T * a)
         if positions == 1:
             pulled = gradients * directions.view(groups, height, samples, 1, width)
         else:
             pulled = torch.bmm(
                 gradients.view(-1, functions, positions), directions.view(-1, positions, width)
             )
-        cores = torch.bmm(outputs[:, :, rows], pulled.view(groups, height, -1))
+        cores = torch.bmm(outputs, pulled.view(groups, height, -1))
         return cores.view(groups, -1, samples, functions, width).permute(2, 0, 3, 1, 4)
 
     def _directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
