@@ -336,7 +336,7 @@ def test_left_out_predictions_choose_the_temperature_at_which_labels_are_likelie
     own = 20 * (2 * targets[:, 1] - 1)
     expected = likeliest_temperature(torch.stack((torch.zeros(80), own), 1), both)
     again = likeliest_temperature(own, left_out(column, of_targets))
-    assert again == pytest.approx(expected, rel=1e-6) and expected > 1.0
+    assert again == pytest.approx(expected, rel=1e-3) and expected > 1.0
 
 
 def test_many_samples_are_estimated_by_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

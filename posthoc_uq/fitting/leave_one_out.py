@@ -208,7 +208,7 @@ def likeliest_temperature(logits: Tensor, left_out: LeftOut) -> float:
         return MAX_TEMPERATURE
     from scipy.optimize import brentq
 
-    return 10.0 ** float(cast(float, brentq(slope, 0.0, highest, xtol=1e-6)))
+    return 10.0 ** float(cast(float, brentq(slope, 0.0, highest, xtol=1e-4)))
 
 
 def _of_columns(values: Tensor) -> Tensor:
@@ -366,7 +366,8 @@ def set_by_leave_one_out(
             )
             kernel.add_(part, alpha=1 / float(part.diagonal().mean()))
             bar.advance()
-    kernel, targets, given = kernel[order][:, order], targets[order], given[order]
+    if samples > len(targets):
+        kernel, targets, given = kernel[order][:, order], targets[order], given[order]
     if likelihood.logits and targets.shape[1] == 1:
         given = given.reshape(len(given))
     left_out, parts = leave_one_out(kernel, targets, members), list[tuple[LeftOut, Tensor]]()
@@ -409,7 +410,7 @@ def _with(posterior: Posterior, found: LeaveOneOut) -> Posterior:
 def _read(
     loader: Iterable[Any], reader: BatchReader, seed: int, groups: Groups | None
 ) -> tuple[list[Batch], Tensor, Tensor | None, int]:
-    """Batches of all samples, or of the `MAX_ROWS` with the smallest hashes of inputs and targets; an order of them
+    """Batches of all samples, or of the `MAX_ROWS` with the smallest hashes of inputs and targets; an order of some
     that is not the loader's, the group of each in this order as a number, and how many samples there are.
     """
     named = list[Any]()
@@ -446,7 +447,8 @@ def _read(
     if samples > MAX_ROWS:
         data, keys, places = _smallest(data, keys, places)
         data = list(joined(data))
-    order = torch.cat(keys or [torch.empty(0, device="cpu")]).argsort(stable=True)
+    some = samples > MAX_ROWS
+    order = torch.cat(keys).argsort(stable=True) if some else torch.arange(samples, device="cpu")
     if groups is None:
         return data, order, None, samples
     if not callable(groups):
@@ -455,7 +457,7 @@ def _read(
         raise PosthocUQError(f"groups= has {len(named)} entries for {samples} samples.")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named))}
     members = torch.tensor([numbers[name] for name in named], device="cpu")
-    return data, order, members[torch.cat(places)[order]], samples
+    return data, order, members[torch.cat(places)[order]] if samples else members, samples
 
 
 def _smallest(
