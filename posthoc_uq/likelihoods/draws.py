@@ -327,7 +327,7 @@ def _spread(
     return LogitCovariance(root.to(*place), rest.to(*place), None if given is None else given.to(*place))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def normals(n_draws: int, width: int) -> Tensor:
     """Standard normals ``(n_draws, width)``, cached, since a tracer needs them as constants. Columns beyond the
     dimensions of the sequence are pseudo-random.

@@ -18,6 +18,11 @@ _MANY = 16  # with fewer points to a direction, moments are right at the cost of
 _BEST = 16  # numbers of a point whose moments are right all the same: the first ones, the most evenly spread
 _LEAST = 32  # points of very many classes
 _SHARED = 4  # directions of many classes; with more, less of a class is its own, over which it is integrated
+_MANY_CLASSES = 64  # from which on classes of little probability are told apart
+_LIKELY = 8  # the least number of the others; then four times as many, and so on
+_FINE = 32  # such classes up to which all points are taken
+_TAIL = 0.03  # bound of what the approximation of all classes of little probability may be off by
+_BEND = 0.1  # share of the cube of a deviation, by which the third moment of a class's logit counts
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.5, 3.5
@@ -137,6 +142,9 @@ class GaussianLogits(NamedTuple):
         Of two classes nothing else varies, and three need one line of points for each class; see `_by_lines`. Four and
         more take `points_of`: up to ten `n_draws` points of a scrambled Sobol sequence (Owen 1998), and more classes
         half of them, or a power of two fewer, down to `_LEAST`, that keep a row within `_MAX_NUMBERS`.
+
+        From `_MANY_CLASSES` on, classes of little probability are told apart in each row, and need no points; see
+        `_faults_as_tail` and `_with_tail`.
         """
         classes, exact = self.mean.shape[-1], self.spread.given is not None
         if exact and classes == 2:
@@ -147,17 +155,67 @@ class GaussianLogits(NamedTuple):
             return self._by_rows(_by_lines, self._points(1))[0]
         if exact:
             return self._by_rows(_by_points, self._points(self.spread.width))[0]
-        spread, number = self.spread.of_first(_SHARED), (self.n_draws + 1) // 2
+        mean, spread = self._flat()
+        with without_autocast(mean.device.type):
+            logs = self._of_many(mean, spread.of_first(_SHARED))
+        return logs.reshape(self.mean.shape)
+
+    def _of_many(self, mean: Tensor, spread: LogitCovariance) -> Tensor:
+        """`log_probs` of rows of many classes. How many classes count as likely is settled for each row by itself."""
+        classes = mean.shape[1]
+        sizes = [classes]
+        if classes >= _MANY_CLASSES and not torch.compiler.is_compiling():
+            sizes = [_LIKELY]
+            while 7 * sizes[-1] <= classes:
+                sizes.append(4 * sizes[-1])
+            sizes.append(classes)
+        if len(sizes) == 1:
+            return self._of_all(mean, spread)
+        with torch.no_grad():
+            faults = _faults_as_tail(mean, spread)
+        likely = (faults > _TAIL / classes).sum(1, keepdim=True)
+        found = (likely > torch.tensor(sizes[:-1], device=mean.device)).sum(1).tolist()
+        parts, order = list[Tensor](), list[int]()
+        for place in sorted(set(found)):
+            rows, own = [row for row, size in enumerate(found) if size == place], (mean, spread, faults)
+            if len(rows) < len(found):
+                chosen = torch.tensor(rows, device=mean.device)
+                own = mean[chosen], spread.mapped(lambda part, at=chosen: part[at]), faults[chosen]
+            order += rows
+            if sizes[place] == classes:
+                parts.append(self._of_all(*own[:2]))
+            else:
+                parts.append(self._of_likely(*own[:2], own[2].topk(sizes[place]).indices))
+        if len(parts) <= 1:
+            return parts[0] if parts else mean
+        return torch.cat(parts)[torch.tensor(order, device=mean.device).argsort()]
+
+    def _of_all(self, mean: Tensor, spread: LogitCovariance) -> Tensor:
+        """`log_probs` of rows whose classes are all likely."""
+        classes = mean.shape[1]
+        # the first numbers of a point are the most evenly spread, and the likeliest classes take them
+        order = _by_probit(mean, spread).topk(classes).indices
+        ordered = GaussianLogits(*_taken(mean, spread, order), self.n_draws)
+        points = self._points(spread.width, self._number(classes))
+        logs = ordered._by_rows(_by_points, points)[0]
+        return torch.zeros_like(logs).scatter(-1, order, logs)
+
+    def _of_likely(self, mean: Tensor, spread: LogitCovariance, likely: Tensor) -> Tensor:
+        """`log_probs` of rows whose likely classes are at `likely`, ``(rows, k)``."""
+        number = likely.shape[1]
+        drawn = self.n_draws if number <= _FINE else self._number(number)
+        points = self._points(spread.root.shape[2] + number, drawn)
+        step = max(1, _MAX_NUMBERS // (len(points[0]) * number + 16 * mean.shape[1]))
+        rows = zip(mean.split(step), spread.split(step), likely.split(step), strict=True)
+        found = [_with_tail(*part, *points) for part in rows]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _number(self, classes: int) -> int:
+        """Points of so many classes."""
+        number = (self.n_draws + 1) // 2
         while number * classes > _MAX_NUMBERS and number >= 2 * _LEAST:
             number //= 2
-        # the first numbers of a point are the most evenly spread, and the likeliest classes take them
-        variance = spread.rest + spread.root.square().sum(-1)
-        order = (self.mean * (1 + math.pi / 8 * variance).rsqrt()).topk(classes).indices
-        of_root = order.unsqueeze(-1).expand(spread.root.shape)
-        ordered = LogitCovariance(spread.root.gather(-2, of_root), spread.rest.gather(-1, order))
-        logits = self._replace(mean=self.mean.gather(-1, order), spread=ordered)
-        logs = logits._by_rows(_by_points, logits._points(ordered.width, number))[0]
-        return torch.zeros_like(logs).scatter(-1, order, logs)
+        return number
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
@@ -238,20 +296,117 @@ def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: T
     """See `GaussianLogits.log_probs`; ``(batch, classes)``. In place where autograd has no need of what is overwritten:
     it is memory that so many numbers cost.
     """
-    directions, points = spread.root.shape[2], points.T
-    own = _along(mean, spread.root if spread.given is None else spread.given, points[:directions])
-    logits = _at(mean, spread, points)
+    own, logits = _own_and_all(mean, spread, points.T)
+    logs, _ = _integrated(own, logits, spread.rest, None, weights)
+    return (logs.log_softmax(1),)
+
+
+def _own_and_all(mean: Tensor, spread: LogitCovariance, points: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each logit given the differences of the others, and the logits, at points ``(numbers, points)``."""
+    root = spread.root if spread.given is None else spread.given
+    return _along(mean, root, points[: root.shape[2]]), _at(mean, spread, points)
+
+
+def _integrated(
+    own: Tensor, logits: Tensor, rest: Tensor, tail: Tensor | None, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of the mean probabilities ``(batch, classes)``, not normalised, and of the sum of all exponentials at
+    each point, ``(batch, points)``. The first two are overwritten.
+
+    Args:
+        own: see `_own_and_all`, ``(batch, classes, points)``.
+        logits: of the same shape.
+        rest: what a logit varies by itself, ``(batch, classes)``.
+        tail: the logarithm of the sum of the exponentials of further classes, ``(batch, 1, points)``.
+        weights: of the points.
+    """
     top, where = logits.detach().max(1, keepdim=True)
     # the sum over all others, without cancellation where one class has nearly all
     shares = logits.sub_(top).scatter_(1, where, -math.inf).exp_()
     below = shares.sum(1, keepdim=True)
-    others = (below + 1 - shares).scatter_(1, where, below).log_()
-    exponent, factor = SigmoidMean(spread.rest.unsqueeze(2)).at(own.sub_(top).sub_(others))
+    if tail is not None:
+        below = below + (tail - top).exp()
+    total = below + 1
+    others = (total - shares).scatter_(1, where, below).log_()
+    exponent, factor = SigmoidMean(rest.unsqueeze(2)).at(own.sub_(top).sub_(others))
     # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
-    largest = exponent.detach().amax(2, keepdim=True).clamp(min=torch.finfo(mean.dtype).min)
-    total = (exponent.sub_(largest).exp_() * factor) @ weights
-    logs = largest.squeeze(2) + total.clamp(min=torch.finfo(mean.dtype).tiny).log()
-    return (logs.log_softmax(1),)
+    tiny = torch.finfo(own.dtype)
+    largest = exponent.detach().amax(2, keepdim=True).clamp(min=tiny.min)
+    mean = (exponent.sub_(largest).exp_() * factor) @ weights
+    return largest.squeeze(2) + mean.clamp(min=tiny.tiny).log(), (total.log() + top).squeeze(1)
+
+
+def _by_probit(mean: Tensor, spread: LogitCovariance) -> Tensor:
+    """Logits of MacKay's approximation, ``(batch, classes)``."""
+    variance = spread.rest + spread.root.square().sum(-1)
+    return mean * (1 + math.pi / 8 * variance).rsqrt()
+
+
+def _taken(mean: Tensor, spread: LogitCovariance, classes: Tensor) -> tuple[Tensor, LogitCovariance]:
+    """Of the classes at these indices, ``(batch, k)``."""
+    of_root = classes.unsqueeze(-1).expand(-1, -1, spread.root.shape[-1])
+    return mean.gather(1, classes), LogitCovariance(
+        spread.root.gather(1, of_root), spread.rest.gather(1, classes)
+    )
+
+
+def _faults_as_tail(mean: Tensor, spread: LogitCovariance) -> Tensor:
+    """How far the probability of each class may be off in `_with_tail`, if it counts as tail, ``(batch, classes)``.
+
+    For any probabilities ``q`` the logarithm of all exponentials is at least ``g = sum_d q_d f_d`` plus the entropy of
+    ``q``, here of MacKay's probabilities. So ``E[sigmoid(x)]`` with ``x = f_c - g - entropy`` is no less than the
+    probability of class c. It is ``exp(m + v / 2)``, which is taken in its place, less a share of ``E[sigmoid(y)]``
+    with ``y ~ N(m + v, v)``. And a third moment is left out.
+    """
+    logs = _by_probit(mean, spread).log_softmax(1)
+    probs, (root, rest, _) = logs.exp(), spread
+    known = torch.where(probs > 0, mean - logs, 0.0)  # a class whose logit is -inf has no share
+    apart = mean - (probs * known).sum(1, keepdim=True)
+    across = (root - probs.unsqueeze(1) @ root).square().sum(2)
+    variance = across + (rest * (1 - 2 * probs)).clamp(min=0) + (probs.square() * rest).sum(1, keepdim=True)
+    exponent, factor = SigmoidMean(variance).at(torch.stack([apart, apart + variance]))
+    bound, saturated = exponent.exp_().mul_(factor)
+    return bound * torch.addcmul(saturated, across, across.sqrt(), value=_BEND)
+
+
+def _with_tail(
+    mean: Tensor, spread: LogitCovariance, likely: Tensor, points: Tensor, weights: Tensor
+) -> Tensor:
+    """See `GaussianLogits.log_probs`, ``(batch, classes)``: of likely classes as in `_by_points`, of all others, the
+    tail, in closed form.
+
+    The exponential of a logit of the tail is replaced by its mean over what it varies by itself. The logarithm of
+    their sum is then a cumulant generating function of ``z``, and the mean of ``exp(f_c) / sum_d exp(f_d)`` over the
+    points is one of ``root_c``; both are taken to the second order, so that nothing is computed for each class at each
+    point.
+
+    Args:
+        mean: ``(batch, classes)``.
+        spread: of the same batch, of many classes.
+        likely: indices of classes, ``(batch, k)``.
+        points: ``(points, directions + k)``.
+        weights: of the points.
+    """
+    root, columns = spread.root, points.T
+    along = columns[: root.shape[2]]
+    below = (mean + spread.rest / 2).scatter(1, likely, -math.inf)
+    whole = below.logsumexp(1, keepdim=True).clamp(min=torch.finfo(mean.dtype).min)
+    shares = (below - whole).exp()
+    centre = shares.unsqueeze(1) @ root
+    apart = root - centre
+    bend = (apart * shares.unsqueeze(2)).transpose(1, 2) @ apart
+    tail = whole.unsqueeze(2) + centre @ along + ((bend @ along) * along).sum(1, keepdim=True) / 2
+    chosen, of_chosen = _taken(mean, spread, likely)
+    own, logits = _own_and_all(chosen, of_chosen, columns)
+    logs, total = _integrated(own, logits, of_chosen.rest, tail, weights)
+    inverse = weights.log() - total
+    level = inverse.logsumexp(1, keepdim=True)
+    shares = (inverse - level).exp()
+    centre = (shares @ along.T).unsqueeze(2)
+    apart = along - centre
+    bend = (apart * shares.unsqueeze(1)) @ apart.transpose(1, 2)
+    exponent = (root @ centre).squeeze(2) + ((root @ bend) * root).sum(2) / 2
+    return (below + level + exponent).scatter(1, likely, logs).log_softmax(1)
 
 
 def _averaged(apart: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
@@ -325,7 +480,7 @@ def smallest(counts: Tensor, draws: int) -> Tensor:
 # The points
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
     """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
     where there are `_MANY` times as many points as numbers in one; else those of the first `_BEST` numbers are.
@@ -360,7 +515,7 @@ def _grid(step: float, radius: float, *, plane: bool) -> Tensor:
     return points[points.square().sum(1) <= (radius * (1 + 1e-9)) ** 2]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _placed_points(
     width: int, n_draws: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
