@@ -125,6 +125,31 @@ def test_a_prediction_does_not_depend_on_its_batch(link: str) -> None:
     torch.testing.assert_close(whole.logits_variance, variance / 1.7**2)
 
 
+def test_likely_classes_of_a_row_are_its_own() -> None:
+    """Rows of many classes, decided, undecided, wide, masked and not a number, are the same beside others and alone."""
+    own, generator = posterior("classification"), torch.Generator().manual_seed(5)
+    mean = torch.randn(6, 200, generator=generator) * torch.tensor([4.0, 4.0, 0.1, 4.0, 4.0, 4.0]).unsqueeze(
+        1
+    )
+    mean[0, 0], mean[4, 1:], mean[5, 7] = 40.0, -torch.inf, torch.nan
+    few = torch.randn(6, 200, 3, generator=generator) * torch.tensor([0.2, 0.2, 0.2, 4, 0.2, 0.2]).reshape(
+        -1, 1, 1
+    )
+    covariance = few @ few.transpose(1, 2) + 0.1 * torch.eye(200)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    whole = from_gaussian(mean, variance, own, covariance=covariance)
+    for row in range(6):
+        part = slice(row, row + 1)
+        alone = from_gaussian(mean[part], variance[part], own, covariance=covariance[part])
+        torch.testing.assert_close(alone.probs, whole.probs[part], rtol=1e-4, atol=1e-7, equal_nan=True)
+    assert bool(whole.probs[5].isnan().all()) and bool(torch.isfinite(whole.probs[:5]).all())
+    torch.testing.assert_close(whole.probs[:5].sum(1), torch.ones(5))
+    assert float(whole.probs[4, 0]) == 1.0
+    # certain logits have their softmax, whichever of them count as likely
+    certain = from_gaussian(mean[:4], torch.zeros(4, 200), own, covariance=torch.zeros(4, 200, 200))
+    torch.testing.assert_close(certain.probs, mean[:4].softmax(1), rtol=1e-5, atol=1e-7)
+
+
 def test_a_regression_adds_the_noise() -> None:
     own = posterior("regression", noise_variance=0.25)
     found = from_gaussian(numbers(1.0), numbers(2.0), own)
