@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import binom
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -200,3 +201,100 @@ def test_a_posterior_that_changed_must_be_calibrated_again(digits) -> None:
     with pytest.raises(uq.PosthocUQError, match=r"hyperparameters changed.*calibrate again"):
         uq.Referral()(uq.wrap(model, warmer)(x[:5]))
     assert repr(uq.Referral(accuracy=0.98, score="entropy")) == "Referral(accuracy=0.98, score='entropy')"
+
+
+@pytest.mark.parametrize("accuracy", [0.8, 0.9])
+def test_a_confidence_keeps_what_a_dense_binomial_test_allows(accuracy: float) -> None:
+    """Each of the four sequences walked by itself, by the distribution function of scipy."""
+    generator, count, risk = torch.Generator().manual_seed(5), 100, 0.1 / 4
+    for _ in range(20):
+        score = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+        wrong = torch.rand(count, generator=generator) < 0.3 * score
+        errors = wrong.cumsum(0).tolist()
+        least = next(k for k in range(1, count) if accuracy**k <= risk)
+        kept = 0
+        for each in range(4):
+            k = least + 1 + (count - least - 1) * each // 4
+            while k <= count and binom.cdf(errors[k - 1], k - 1, 1 - accuracy) <= risk:
+                kept, k = max(kept, k), k + 1
+        promises = _promises({"entropy": score}, slice(None), {"entropy": tail_of(score)}, wrong)
+        referral = uq.Referral(accuracy=accuracy, confidence=0.9, score="entropy")
+        if kept == 0:
+            with pytest.raises(uq.PosthocUQError, match="calibrate with more"):
+                referral.border(promises)
+        else:
+            flags = promises.p_values({"entropy": score}, "entropy") <= referral.border(promises)
+            assert int((~flags).sum()) == kept
+
+
+@pytest.mark.parametrize("score", ["joint", "entropy"])
+def test_a_confidence_is_kept_over_draws_of_the_held_out_inputs(score: str) -> None:
+    """The true accuracy of the rest misses the aim in at most a tenth of the draws, where without a confidence it does
+    in about half of them."""
+    generator, n, accuracy, draws = torch.Generator().manual_seed(3), 800, 0.95, 120
+    missed, plainly, kept, failed = 0, 0, 0.0, 0
+    for _ in range(draws):
+        hard = torch.rand(2 * n + 4000, generator=generator, dtype=torch.float64)
+        wrong = torch.rand(len(hard), generator=generator) < 0.4 * hard**2
+        known = {"entropy": hard, "novelty": hard + 0.5 * torch.rand(len(hard), generator=generator)}
+        tails = {name: tail_of(values[:n]) for name, values in known.items()}
+        scores = known | {JOINT: joint_surprise(tails, known)}
+        promises = _promises(scores, slice(n, 2 * n), tails, wrong[n : 2 * n])
+        new, errs = {name: values[2 * n :] for name, values in known.items()}, 0.4 * hard[2 * n :] ** 2
+        p = promises.p_values(new, score)
+        plain = uq.Referral(accuracy=accuracy, score=score).border(promises)
+        plainly += float(1 - errs[p > plain].mean()) < accuracy
+        try:
+            sure = uq.Referral(accuracy=accuracy, confidence=0.9, score=score).border(promises)
+        except uq.PosthocUQError:
+            failed += 1  # nothing is kept, so that nothing is missed
+            continue
+        missed += float(1 - errs[p > sure].mean()) < accuracy
+        kept += float((p > sure).double().mean()) / draws
+    assert missed <= 0.1 * draws and plainly > 0.3 * draws and failed <= 0.15 * draws and kept > 0.2
+
+
+@pytest.mark.parametrize("score", ["joint", "entropy", "novelty"])
+def test_exactly_the_share_is_referred_by_rank(digits, score: str) -> None:
+    model, posterior, x, _ = digits
+    prediction = uq.wrap(model, posterior)(torch.cat((x[600:], 3 + x[:5])))
+    promises = prediction.known_promises()
+    known = prediction.at_promises().scores()
+    own = joint_surprise(promises.tails, known) if score == JOINT else known[score].double()
+    for rate in (0.01, 0.1, 0.5):
+        referral = uq.Referral(rate, exactly=True, score=score)
+        flags, count = referral(prediction), round(rate * len(prediction))
+        assert int(flags.sum()) == count and bool((own[flags].min() >= own[~flags]).all())
+        assert torch.equal(flags, torch.stack(list(referral.reasons(prediction).values())).any(0))
+    same = uq.wrap(model, posterior)(x[:1].expand(10, -1))
+    referral = uq.Referral(0.3, exactly=True, score=score)
+    assert referral(same).nonzero().flatten().tolist() == [0, 1, 2], "of equal inputs the earlier ones"
+    novelty = prediction.novelty().clone()
+    novelty[7] = float("nan")
+    broken = uq.Referral(1 / len(prediction), exactly=True)(replace(prediction, novelty_ratio=novelty))
+    assert broken.nonzero().flatten().tolist() == [7]
+    assert not bool(uq.Referral(0.1, exactly=True)(uq.wrap(model, posterior)(x[:3])).any())
+
+
+def test_a_confidence_end_to_end(digits) -> None:
+    model, posterior, x, _ = digits
+    prediction = uq.wrap(model, posterior)(x[600:])
+    plain, sure = uq.Referral(accuracy=0.95), uq.Referral(accuracy=0.95, confidence=0.9)
+    assert int(plain(prediction).sum()) <= int(sure(prediction).sum()) < len(prediction)
+    assert repr(sure) == "Referral(accuracy=0.95, confidence=0.9, score='joint')"
+    assert repr(uq.Referral(0.1, exactly=True)) == "Referral(rate=0.1, exactly=True, score='joint')"
+
+
+def test_what_does_not_fit_is_refused(digits) -> None:
+    model, posterior, x, _ = digits
+    one = uq.wrap(model, posterior)(x[:1])
+    refused: list[tuple[Any, str]] = [
+        (lambda: uq.Referral(accuracy=0.9, exactly=True), "give a rate, no accuracy"),
+        (lambda: uq.Referral(0.1, confidence=0.9), "accuracy=0.98"),
+        (lambda: uq.Referral(0.1, exactly=True)(one), "a single one"),
+        (lambda: uq.Referral(0.1, exactly=True).border(one.promises), "leave exactly out"),
+        (lambda: uq.Referral(accuracy=0.999, confidence=0.99)(one), "calibrate with more"),
+    ]
+    for call, words in refused:
+        with pytest.raises(uq.PosthocUQError, match=words):
+            call()

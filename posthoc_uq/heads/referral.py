@@ -36,23 +36,44 @@ class Referral:
     n held-out inputs in ascending order of the score the largest number k is kept for which ``(errors among them + 1) /
     (k + 1) <= 1 - accuracy``, and new inputs beyond the k-th are referred. k is chosen by the same inputs that it is
     judged on, so this holds approximately and on average, for inputs like the held-out ones; the more of them there
-    are, the better. Inputs beyond all held-out ones are always referred.
+    are, the better. Inputs beyond all held-out ones are always referred. With a `confidence` the accuracy is reached
+    with this probability over draws of the held-out inputs (Learn then Test, Angelopoulos et al. 2021), which refers
+    more: of those inputs with scores up to a threshold so few must be wrong that a binomial test speaks for it.
+
+    With `exactly` a rate is no longer "at most": of the inputs of a call the `round(rate * inputs)` with the largest
+    scores are referred, NaN first, and of inputs that tie the earlier ones. So call it with the predictions of a whole
+    day, not one by one: what is referred depends on the other inputs of the call.
 
     Args:
         rate: the share of inputs like the held-out ones to refer, in (0, 1); by default 0.05.
         accuracy: of the rest, in (0, 1), in place of a rate.
+        exactly: refer just this share of every call's inputs, by rank.
+        confidence: that the accuracy is reached, in (0, 1), such as 0.9; None for on average.
         score: ``"joint"``, the more surprising of two scores: entropy, or of values the standard deviation, which finds
             inputs that are hard, and novelty, which finds foreign ones; or one of the two by its name.
 
     Raises:
-        PosthocUQError: a number out of range, both of them, or no score.
+        PosthocUQError: a number out of range, both a rate and an accuracy, or no score; `exactly` without a rate, or a
+            `confidence` without an accuracy.
     """
 
     def __init__(
-        self, rate: float | None = None, *, accuracy: float | None = None, score: str = JOINT
+        self,
+        rate: float | None = None,
+        *,
+        accuracy: float | None = None,
+        score: str = JOINT,
+        exactly: bool = False,
+        confidence: float | None = None,
     ) -> None:
         if rate is not None and accuracy is not None:
             raise PosthocUQError("Referral goes by a rate or by an accuracy; give one of the two.")
+        self.exactly = check_option("exactly", exactly, bool)
+        self.confidence = check_option("confidence", confidence, Inside | None)
+        if exactly and accuracy is not None:
+            raise PosthocUQError("exactly=True refers just a share of the inputs; give a rate, no accuracy.")
+        if confidence is not None and accuracy is None:
+            raise PosthocUQError("A confidence is that of an accuracy; give one, as accuracy=0.98.")
         rate = 0.05 if rate is None and accuracy is None else rate
         self.rate = check_option("rate", rate, Inside | None)
         self.accuracy = check_option("accuracy", accuracy, Inside | None)
@@ -66,7 +87,7 @@ class Referral:
 
         Raises:
             PosthocUQError: the prediction has no held-out scores that apply, or not the score; or they are too few for
-                the rate, or do not reach the accuracy.
+                the rate, or do not reach the accuracy; or a single input is to be ranked.
         """
         return torch.stack(list(self.reasons(prediction).values())).any(dim=0)
 
@@ -75,6 +96,8 @@ class Referral:
         refers it.
         """
         promises, scores = _promises_of(prediction), prediction.at_promises().scores()
+        if self.exactly:
+            return self._highest(promises.input_scores(scores, self.score))
         border = self.border(promises)
         return {name: ~(p > border) for name, p in promises.single_p_values(scores, self.score).items()}
 
@@ -87,6 +110,22 @@ class Referral:
         """
         return _promises_of(prediction).p_values(prediction.at_promises().scores(), self.score)
 
+    def _highest(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By score, the inputs among those to refer whose number is as large as the smallest that is referred."""
+        largest = torch.stack(list(scores.values())).amax(0)  # NaN where any is
+        inputs = len(largest)
+        if inputs == 1:
+            raise PosthocUQError(
+                "exactly=True ranks the inputs of a call, and here is a single one; call the referral with the "
+                "predictions of many, such as those of a day, or leave exactly out."
+            )
+        order = largest.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True)
+        order = torch.cat((order[largest[order].isnan()], order[~largest[order].isnan()]))
+        chosen = torch.zeros(inputs, dtype=torch.bool, device="cpu")
+        chosen[order[: round(cast(float, self.rate) * inputs)]] = True
+        border = largest[chosen].nan_to_num(nan=torch.inf).amin() if bool(chosen.any()) else torch.inf
+        return {name: chosen & ~(values < border) for name, values in scores.items()}
+
     def border(self, promises: ConformalScores | str | None) -> float:
         """The p-value up to which inputs are referred.
 
@@ -94,10 +133,17 @@ class Referral:
             promises: of a prediction, or of a predictor.
 
         Raises:
-            PosthocUQError: as a call.
+            PosthocUQError: as a call; or ranks decide, so that there is none.
         """
         held_out = applying(promises)
         score = one_of("score", self.score, tuple(held_out.inputs))
+        if self.exactly:
+            raise PosthocUQError(
+                "exactly=True goes by the ranks of a call's inputs, and has no border that one input could be "
+                "compared with; leave exactly out where inputs are judged one by one."
+            )
+        if self.accuracy is not None and self.confidence is not None:
+            return held_out.surest_rate_for(self.accuracy, self.confidence, score)
         if self.accuracy is not None:
             return held_out.rate_for(self.accuracy, score)
         rate, lowest = cast(float, self.rate), held_out.inputs[score].lowest_rate
@@ -110,6 +156,8 @@ class Referral:
 
     def __repr__(self) -> str:
         aim = f"rate={self.rate:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
+        aim += ", exactly=True" if self.exactly else ""
+        aim += "" if self.confidence is None else f", confidence={self.confidence:g}"
         return f"Referral({aim}, score={self.score!r})"
 
 

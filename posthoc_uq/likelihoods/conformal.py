@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil, floor, log
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -22,7 +22,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
-from posthoc_uq.likelihoods.selective import SCORES, Tail, joint_surprise
+from posthoc_uq.likelihoods.selective import SCORES, Tail, binomial_p_value, joint_surprise
 
 MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
@@ -246,6 +246,7 @@ class Regularisation(Record):
     free_classes: Count
 
 
+_STARTS, _STEPS = 4, 100  # of the tests of an accuracy with a confidence
 UNTUNED = Regularisation(penalty=0.01, free_classes=5)
 _PENALTIES = 0.001, 0.01, 0.1, 0.2, 0.5
 _TUNED_LEVEL = 0.9  # of the sets whose size chooses among them
@@ -547,13 +548,8 @@ class ConformalScores(InputScores):
         """By score the p-values, ``(batch,)``, whose smallest are the `p_values`: of the joint score those of each that
         it joins, at the rates that they share; of another its own.
         """
-        if name != JOINT:
-            return {name: self.p_values(scores, name)}
-        self._check_known(scores, name)
-        return {
-            each: p_values(self.inputs[name], joint_score({each: tail}, scores))
-            for each, tail in self.tails.items()
-        }
+        found = self.input_scores(scores, name)
+        return {each: p_values(self.inputs[name], values) for each, values in found.items()}
 
     def rate_for(self, accuracy: float, name: str) -> float:
         """The smallest p-value at which an input is kept, less one rank, so that those that are kept are right with
@@ -572,13 +568,8 @@ class ConformalScores(InputScores):
         Raises:
             PosthocUQError: no k has this accuracy, or the record has no counts of errors.
         """
-        if self.wrong is None:
-            raise PosthocUQError(
-                "An aimed accuracy needs held-out predictions of classes that were counted right or wrong, and there "
-                "are none: give a rate, or of classes calibrate again: uq.calibrate(posterior, val_loader)."
-            )
         scores = self.inputs[name]
-        reached = 1 - (self.wrong[name] + 1).double() / (scores.ranks + 1).double()
+        reached = 1 - (self._wrong_by(name) + 1).double() / (scores.ranks + 1).double()
         enough = (reached >= accuracy - 1e-12).nonzero().flatten()
         if len(enough) == 0:
             raise PosthocUQError(
@@ -586,6 +577,59 @@ class ConformalScores(InputScores):
                 f"{name}; the best that is reached is {rounded_down(float(reached.max())):g}."
             )
         return float(scores.count - scores.ranks[enough[-1]] + 1) / (scores.count + 1)
+
+    def surest_rate_for(self, accuracy: float, confidence: float, name: str) -> float:
+        """`rate_for`, but the accuracy is reached with this confidence over draws of the held-out samples: Learn then
+        Test (Angelopoulos, Bates, Candes, Jordan, Lei, "Learn then test: calibrating predictive algorithms to achieve
+        risk control", 2021), by binomial p-values and fixed sequences of thresholds.
+
+        A hundred held-out scores are the thresholds. Given the one at the border, those below it are independent draws
+        below it, so that a test leaves out the one at the border. Four sequences begin at evenly spaced thresholds and
+        go on to larger ones until a test fails; each has a quarter of the risk.
+
+        Args:
+            accuracy: in (0, 1).
+            confidence: in (0, 1).
+            name: of the score of inputs.
+
+        Raises:
+            PosthocUQError: no threshold passes, or the record has no counts of errors.
+        """
+        scores, wrong, risk = self.inputs[name], self._wrong_by(name), (1 - confidence) / _STARTS
+        needed = ceil(log(risk) / log(accuracy))  # samples without an error that pass
+        first = int(torch.searchsorted(scores.ranks, torch.tensor(needed + 1, device="cpu")))
+        last, passed, place = len(scores.ranks) - 1, False, -1
+        starts = {first + (last - first) * each // _STARTS for each in range(_STARTS)}
+        every = max(1, (last - first) // _STEPS)
+        for step in sorted({*starts, *range(first, last + 1, every), last} if first <= last else ()):
+            if step in starts or passed:
+                trials, errors = int(scores.ranks[step]) - 1, int(wrong[step])
+                passed = binomial_p_value(errors, trials, 1 - accuracy) <= risk
+                place = step if passed else place
+        if place < 0:
+            raise PosthocUQError(
+                f"No share of the {scores.count:,} held-out inputs is right with an accuracy of {accuracy:g} at a "
+                f"confidence of {confidence:g} by {name}, which takes at least {needed + 1:,} of them without an "
+                f"error; calibrate with more, or give a lower accuracy or confidence."
+            )
+        return float(scores.count - scores.ranks[place] + 1) / (scores.count + 1)
+
+    def _wrong_by(self, name: str) -> Tensor:
+        if self.wrong is None:
+            raise PosthocUQError(
+                "An aimed accuracy needs held-out predictions of classes that were counted right or wrong, and there "
+                "are none: give a rate, or of classes calibrate again: uq.calibrate(posterior, val_loader)."
+            )
+        return self.wrong[name]
+
+    def input_scores(self, scores: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """By score the numbers, ``(batch,)``, float64 on the CPU, whose largest ranks inputs: of the joint score those
+        of each that it joins, on the scale that they share; of another its own.
+        """
+        self._check_known(scores, name)
+        if name != JOINT:
+            return {name: as_double(scores[name].detach()).cpu()}
+        return {each: joint_score({each: tail}, scores) for each, tail in self.tails.items()}
 
 
 def applying(promises: ConformalScores | str | None) -> ConformalScores:

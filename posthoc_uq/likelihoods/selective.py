@@ -299,6 +299,22 @@ def referral_threshold(scores: Tensor, rate: float) -> float:
     return -math.inf if referred == len(scores) else scores.sort(descending=True).values[referred].item()
 
 
+def binomial_p_value(errors: int, trials: int, share: float) -> float:
+    """The probability of at most so many errors in independent trials that err with this share: small where the errors
+    speak for a smaller share.
+
+    Args:
+        errors: that were made.
+        trials: how many there were.
+        share: in (0, 1).
+    """
+    counts = torch.arange(min(errors, trials) + 1, dtype=torch.float64, device="cpu")
+    rest = trials - counts
+    ways = math.lgamma(trials + 1) - (counts + 1).lgamma() - (rest + 1).lgamma()
+    logs = ways + counts * math.log(share) + rest * math.log1p(-share)
+    return min(1.0, float(logs.logsumexp(0).exp()))
+
+
 def _check_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not scores:
         raise PosthocUQError("There must be at least one score.")
