@@ -100,7 +100,7 @@ _CALLS: dict[str, dict[str, list[Any]]] = {
         "layers": [5, True, [1]],
         "likelihood": ["x", 5, [], uq.Gaussian],
         "head": ["x", 5],
-        "method": ["x", 5, None, uq.INF],
+        "method": ["x", 5, uq.INF],
         "batch_to_inputs": ["x"],
         "noise_variance": [1.0],  # of a classifier
         "progress": ["no", 1],
