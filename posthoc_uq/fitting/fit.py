@@ -232,7 +232,8 @@ def fit(
                 progress=progress,
             )
         task = _prove(plan)
-        plan = _with_dense_covariance(plan, task)
+        if plan.chooses_method and plan.finds_noise:
+            plan = _with_dense_covariance(plan, task)
         posterior, kept_inputs = _sweep(plan, task)
         posterior = _choose(posterior, plan, task, kept_inputs)
         posterior = _with_fingerprints(posterior, plan)
@@ -411,9 +412,9 @@ def _with_dense_covariance(plan: FitPlan, task: Task) -> FitPlan:
     find, where nobody chose another.
     """
     weights = sum(layer.parameters for layer in task.layers.values())
-    if not plan.chooses_method or weights > FEW_WEIGHTS or plan.head != "linearized" or not plan.finds_noise:
+    if weights > FEW_WEIGHTS or plan.head != "linearized" or task.batch.targets is None:
         return plan
-    if task.batch.targets is None or not _leaves_out_unasked(plan, task):
+    if not _leaves_out_unasked(plan, task):
         return plan
     if (task.samples_in_all or 0) < ENOUGH_ROWS:
         return plan
@@ -635,7 +636,7 @@ def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptIn
     was asked for or follows from that, and by held-out data where there are any.
     """
     if plan.val_loader is None or plan.finds_noise:  # `calibrate` keeps the width of a regression
-        left_out = _by_leave_one_out(posterior, plan, task)
+        left_out = _by_leave_one_out(posterior, plan, task) if _leaves_out_unasked(plan, task) else None
         if left_out is None and plan.finds_noise and plan.val_loader is None:
             _warn_if_memorised(posterior)
         posterior = left_out or posterior
@@ -657,10 +658,10 @@ def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptIn
 
 
 def _by_leave_one_out(posterior: Posterior, plan: FitPlan, task: Task) -> Posterior | None:
-    """The posterior with the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for
-    it; see docs/defaults.md. None elsewhere.
+    """The posterior with the temperature, or the noise of a regression, by leave-one-out; None where data or likelihood
+    are such that it is not for them. See docs/defaults.md.
     """
-    if posterior.evidence.log_likelihood is None or not _leaves_out_unasked(plan, task):
+    if posterior.evidence.log_likelihood is None:
         return None
     from posthoc_uq.fitting.leave_one_out import set_by_leave_one_out
 
