@@ -43,7 +43,10 @@ def regression(samples: int) -> tuple[nn.Module, list[Data]]:
 
 def test_a_fit_calibrates_at_once() -> None:
     held_out = [(x + 0.1, y) for x, y in classifier()[1]]
-    one, two = fit(val_loader=held_out), fit()
+    one, two = (
+        fit(val_loader=held_out, divergence=0.003),
+        fit(divergence=0.003),
+    )  # by which nothing is left out
     two = uq.calibrate(two, held_out, progress=False)
     assert one.settings == two.settings and one.history.tuning == two.history.tuning
     assert one.history.promises == two.history.promises is not None

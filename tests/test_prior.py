@@ -100,12 +100,12 @@ def test_the_matched_temperature_has_the_networks_entropy() -> None:
 
 def test_a_second_search_compares_with_the_network_and_not_with_the_first() -> None:
     posterior, x = fit(), classifier()[1]
-    first = posterior.prior_precision
+    first, left_out = posterior.prior_precision, posterior.temperature
     for _ in range(2):
         posterior = tuned(posterior, x, temperature=True)
-        assert posterior.temperature < 0.95
+        assert posterior.temperature < 0.95 * left_out
     posterior = tuned(posterior, x)
-    assert posterior.temperature == 1.0 and posterior.prior_precision == pytest.approx(first, rel=0.05)
+    assert posterior.temperature == left_out and posterior.prior_precision == pytest.approx(first, rel=0.05)
     posterior = posterior.with_settings(temperature=2.0)  # the user's own, which the network is compared at
     posterior = tuned(posterior, x)
     assert posterior.history.faithful.network_temperature == 2.0
@@ -142,7 +142,8 @@ def test_divergences_of_the_likelihoods() -> None:
 def test_a_fit_stays_within_the_budget(method: str, head: str) -> None:
     model, x, y = classifier(60)
     posterior = fit(model, x, y, method=method, head=head)
-    own = model(x).softmax(1).detach()
+    # at the temperature of leave-one-out, at which both are compared
+    own = (model(x) / posterior.history.left_out.temperature).softmax(1).detach()
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
     assert divergence == pytest.approx(posterior.history.faithful.divergence, abs=1e-5)

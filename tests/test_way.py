@@ -77,7 +77,7 @@ BOUNDS = {
     "modules": 85,
     "last-layer fit": 395,
     "last-layer fit, files": 44,
-    "default fit": 697,
+    "default fit": 702,
     "default fit, files": 66,
     "later prediction": 94,
     "later prediction, files": 22,
