@@ -16,7 +16,8 @@ OFFERED = {
     "cli.commands": "process_group",
     "serve": "Service application",
     "requests": "Limits Refused",
-    "monitor": "ScoreLog Scores drift_figure drift_table drifts read_scores",
+    "scores": "ScoreLog Scores read_scores",
+    "monitor": "Alarm Monitor Watched drift_figure monitor_for",
     "export": "exportable",
 }
 """By file, the names that other programs take."""

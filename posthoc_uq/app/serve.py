@@ -41,7 +41,6 @@ from starlette.routing import Route
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from posthoc_uq.app.monitor import SCORES, ScoreLog
 from posthoc_uq.app.requests import (
     Form,
     Inputs,
@@ -54,6 +53,7 @@ from posthoc_uq.app.requests import (
     prepared_image,
     shortened,
 )
+from posthoc_uq.app.scores import SCORES, ScoreLog
 from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.predictor import Predictor

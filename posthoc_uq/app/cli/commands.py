@@ -40,7 +40,6 @@ from posthoc_uq.app.cli.options import (
     Port,
     Read,
     Share,
-    Window,
     Written,
     WrongUsage,
     check_extra,
@@ -56,7 +55,8 @@ from posthoc_uq.app.cli.posterior_file import (
     output_names,
     stored_dtype,
 )
-from posthoc_uq.app.monitor import drift_figure, drift_table, drifts, newest, read_scores
+from posthoc_uq.app.monitor import FALSE_ALARM_EVERY, drift_figure, monitor_for, read_state
+from posthoc_uq.app.scores import Scores, read_scores
 from posthoc_uq.core.batches import Bar, BatchReader, batches
 from posthoc_uq.core.distributed import on_all_ranks, rank, world
 from posthoc_uq.core.errors import PosthocUQError
@@ -876,52 +876,60 @@ def monitor(
     file: Read,
     /,
     *,
-    reference: Read,
     console: Console,
+    reference: Read | None = None,
     output: Written | None = None,
     force: bool = False,
-    window: Window = 200,
-    last: Count = 100_000,
+    state: Kept | None = None,
+    false_alarm_every: Count = FALSE_ALARM_EVERY,
 ) -> Done:
-    """Compare the inputs in a CSV, of serve --log or of predict, with held-out data: a Kolmogorov-Smirnov test of every
-    window of N inputs, as a table, and one figure.
+    """Watch the scores in a CSV, of serve --log or of predict, for drift from held-out ones: a sequential test, which
+    may be looked at after every input, as a table, and one figure.
 
     Examples:
       posthoc-uq monitor scores.csv --reference held_out.csv
-      posthoc-uq monitor inbox.csv --reference held_out.csv -o drift.png --window 100 --json
+      posthoc-uq monitor inbox.csv --reference held_out.csv -o drift.png --json
+      posthoc-uq monitor monday.csv --reference held_out.csv --state monitor.json
+      posthoc-uq monitor tuesday.csv --state monitor.json
 
     Args:
-        file: the CSV.
+        file: the CSV, from the first input that came.
         reference: scores of held-out data: a CSV of posthoc-uq predict.
         output: where the figure goes: .png, .svg or .pdf.
-        window: inputs of a test.
-        last: newest rows of the CSV to look at.
+        state: a JSON file from which the test goes on, all rows of the CSV being new; begun where there is none.
+        false_alarm_every: inputs in which there is at most one false alarm on average.
     """
     kind = "png" if output is None else os.path.splitext(output)[1].lstrip(".").lower() or "png"
     if kind not in ("png", "svg", "pdf"):
         raise WrongUsage(f"--output: a figure is .png, .svg or .pdf, and '{output}' is none of them.")
-    incoming, held_out = read_scores(file, last), read_scores(reference)
-    found = drifts(incoming, held_out, window)
+    watching = None if state is None else read_state(state)
+    if watching is None and reference is None:
+        raise WrongUsage("--reference: a CSV with the scores of held-out data is needed to begin.")
+    if watching is not None and false_alarm_every not in (FALSE_ALARM_EVERY, watching.false_alarm_every):
+        raise WrongUsage(
+            f"--false-alarm-every: '{state}' was begun with {watching.false_alarm_every}; begin another state."
+        )
+    incoming, held_out = read_scores(file), None if reference is None else read_scores(reference)
+    if watching is None:
+        watching = monitor_for(incoming, cast(Scores, held_out), false_alarm_every)
+    watched = watching.add(incoming.values)
+    share_referred = None if held_out is None else held_out.share_referred
     if output is not None:
         image = BytesIO()
-        drift_figure(incoming, held_out, window).savefig(image, format=kind)
+        drift_figure(watching, incoming, watched, share_referred).savefig(image, format=kind)
         write(output, image)
-    newest_tests = newest(found)
-    alarms = [test.score for test in newest_tests if test.alarm]
-    verdict = "no sign of drift" if newest_tests else "too few for a test"
-    verdict = f"drift in {', '.join(alarms)}" if alarms else verdict
+    if state is not None:
+        write(state, BytesIO(f"{json.dumps(watching.state())}\n".encode()))
     facts = {
         "output": output,
-        "inputs": len(incoming),
-        "held_out": len(held_out),
+        "inputs": watching.inputs,
         "left_out": incoming.left_out,
         "share_referred": incoming.share_referred,
-        "share_referred_held_out": held_out.share_referred,
-        "drifts": [asdict(test) for test in found],
-        "newest": [asdict(test) for test in newest_tests],
+        "share_referred_held_out": share_referred,
+        "evidence": watching.evidence,
+        "alarms": [asdict(alarm) for alarm in watched.alarms],
     }
-    text = f"{drift_table(found)}\n{len(incoming):,} inputs; in the newest window {verdict}."
-    return Done(text, facts)
+    return Done(f"{watched.table()}\n{watched.verdict}", facts)
 
 
 def inspect(file: Read, /, *, console: Console) -> Done:

@@ -19,7 +19,6 @@ from posthoc_uq.core.options import Count, Natural
 Share = Annotated[float, Gt(0), Lt(1)]
 ImageSize = Annotated[int, Ge(1), Le(2**14)]
 Port = Annotated[int, Ge(0), Le(65535)]
-Window = Annotated[int, Ge(20)]
 
 Read = Annotated[str, "read"]
 """A file or folder that is read."""
