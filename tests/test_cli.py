@@ -1383,6 +1383,24 @@ def test_a_figure_has_the_ending_of_one(desk: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(start)
 
 
+def test_a_monitor_goes_on_from_its_state(desk: Path, tmp_path: Path) -> None:
+    lines = (desk / "of_data.csv").read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    (tmp_path / "first.csv").write_text("".join(lines[:half]))
+    (tmp_path / "second.csv").write_text(lines[0] + "".join(lines[half:]))
+    state, reference = ["--state", tmp_path / "state.json"], ["--reference", desk / "of_held.csv"]
+    assert "is needed to begin" in misuse("monitor", tmp_path / "first.csv", *state)
+    run("monitor", tmp_path / "first.csv", *reference, *state)
+    found = json.loads(run("monitor", tmp_path / "second.csv", *state, "--json").stdout)
+    whole = json.loads(run("monitor", desk / "of_data.csv", *reference, "--json").stdout)
+    assert found["inputs"] == whole["inputs"] == len(lines) - 1
+    assert found["evidence"] == pytest.approx(whole["evidence"])
+    said = misuse("monitor", tmp_path / "second.csv", *state, "--false-alarm-every", "7")
+    assert "was begun with 100000" in said
+    (tmp_path / "state.json").write_text("{")
+    assert "is no JSON file of a monitor's state" in failure("monitor", tmp_path / "second.csv", *state)
+
+
 def test_two_outputs_are_two_files(desk: Path, tmp_path: Path) -> None:
     command = ["evaluate", desk / "p.h5", desk / "held.csv", *_line(desk), "--report"]
     said = failure(*command, tmp_path / "Page.html", "--csv", tmp_path / "page.html")

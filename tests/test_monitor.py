@@ -1,17 +1,18 @@
-"""Drift of scores, and the log that has them: tests by their definition, torn rows, a full disk."""
+"""Drift of scores, and the log that has them: false alarms, changes that are found, torn rows, a full disk."""
 
 from __future__ import annotations
 
+import json
 import warnings
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import ks_2samp
 
 import posthoc_uq as uq
-from posthoc_uq.app import ScoreLog, Scores, drift_figure, drift_table, drifts, read_scores
+from posthoc_uq.app import Monitor, ScoreLog, Scores, drift_figure, monitor_for, read_scores
 
 
 def _row(label: str, novelty: float) -> dict[str, Any]:
@@ -95,53 +96,113 @@ class TestLog:
         assert read_scores(str(path)).values["novelty"].tolist() == [4.0]
 
 
-class TestMonitoring:
-    @pytest.mark.parametrize(
-        ("count", "windows"), [(450, [(50, 250), (250, 450)]), (30, [(0, 30)]), (200, [(0, 200)])]
-    )
-    def test_windows_end_with_the_newest(self, count: int, windows: list[tuple[int, int]]) -> None:
-        found = drifts(_scores(count, 0.0, 0), _scores(300, 0.0, 1))
-        assert [(test.first, test.last) for test in found if test.score == "entropy"] == windows
+class TestMonitor:
+    def test_the_mean_evidence_is_the_number_of_inputs(self) -> None:
+        """Over all orders of the same scores, of which the first are held out: exactly, while nothing changed."""
+        scores, held_out, limit = np.array([0.1, 0.2, 0.5, 1.0, 3.0, 4.0]), 2, 10_000
+        found = [
+            Monitor({"novelty": order[:held_out]}, limit)
+            .add({"novelty": order[held_out:]})
+            .evidence["novelty"]
+            for order in map(np.array, permutations(scores))
+        ]
+        np.testing.assert_allclose(np.mean(found, axis=0), np.arange(1, 5) / limit, rtol=1e-10)
 
-    def test_drift_is_that_of_the_definition(self) -> None:
-        incoming, reference = _scores(230, 0.1, 0), _scores(300, 0.0, 1)
-        found = drifts(incoming, reference, 100)
-        assert len(found) == 4  # two windows of two scores
-        for test in found:
-            values = np.sort(incoming.values[test.score][test.first : test.last])
-            known = np.sort(reference.values[test.score])
-            # the largest distance of the two empirical distribution functions, over all places where one steps
-            places = np.concatenate([values, known])
-            distance = max(abs((values <= p).mean() - (known <= p).mean()) for p in places)
-            assert test.statistic == pytest.approx(distance)
-            assert test.p_value == pytest.approx(ks_2samp(values, known).pvalue, rel=1e-9)
-            assert test.alarm == (test.p_value < 0.01 / 4)
-        assert drifts(_scores(19, 0.5, 0), reference, 100) == []
-        with pytest.raises(uq.PosthocUQError, match="20 or more"):
-            drifts(incoming, reference, 19)
+    @pytest.mark.parametrize("rows", [100, 200, 1000])
+    def test_false_alarms_are_as_rare_as_stated(self, rows: int) -> None:
+        """Over draws of the held-out inputs; one score has many equal values, the other follows it."""
+        streams, inputs, every = 100, 1000, 1000
+        random, alarms = np.random.default_rng(rows), 0
+        for _ in range(streams):
+            novelty = random.normal(size=rows + inputs)
+            scores = {"novelty": novelty, "entropy": (novelty + random.normal(size=len(novelty))).round(1)}
+            monitor = Monitor({name: values[:rows] for name, values in scores.items()}, every)
+            alarms += len(monitor.add({name: values[rows:] for name, values in scores.items()}).alarms)
+        assert 5 <= alarms <= streams * inputs / every
 
-    def test_false_alarms_are_rare_and_shifts_are_found(self) -> None:
-        reference = _scores(1000, 0.0, 99)
-        alarms = [any(t.alarm for t in drifts(_scores(500, 0.0, seed), reference, 100)) for seed in range(40)]
-        assert sum(alarms) <= 4  # 0.01 of 40, and the reference is common to all
-        assert all(t.alarm for t in drifts(_scores(500, 0.2, 5), reference, 250))
+    def test_changes_are_found(self) -> None:
+        random = np.random.default_rng(0)
+
+        def delay(rows: int, changed: np.ndarray[Any, Any]) -> int:
+            before = random.normal(size=500)
+            watched = Monitor({"novelty": random.normal(size=rows)}).add(
+                {"novelty": np.concatenate([before, changed])}
+            )
+            assert watched.alarms[0].input >= len(before)
+            return watched.alarms[0].input - len(before)
+
+        foreign = np.where(random.random(400) < 0.1, 6.0, random.normal(size=400))
+        assert delay(1000, foreign) < 120 and delay(100, foreign) < 200  # a tenth of them
+        assert delay(1000, random.normal(size=200) + 1) < 80
+        assert delay(1000, 0.2 * random.normal(size=400)) < 200  # too much alike, which is drift, too
+        assert delay(1000, np.full(100, 0.1)) < 60  # as of a camera that shows one picture
+
+    def test_a_state_goes_on(self) -> None:
+        random = np.random.default_rng(1)
+        reference = {"novelty": random.normal(size=300), "entropy": random.integers(0, 9, 300) / 4}
+        stream = {
+            "novelty": np.concatenate([random.normal(size=300), random.normal(size=300) + 1]),
+            "entropy": random.integers(0, 9, 600) / 4,
+        }
+        stream["entropy"][::7] = np.nan  # which tell nothing
+        whole = Monitor(reference, 2000)
+        watched = whole.add(stream)
+        assert len(watched.alarms) > 2
+        monitor, parts = Monitor(reference, 2000), list[Any]()
+        for start, end in ((0, 1), (1, 290), (290, 290), (290, 417), (417, 600)):
+            monitor = Monitor.resume(json.loads(json.dumps(monitor.state())))
+            parts.append(monitor.add({name: values[start:end] for name, values in stream.items()}))
+        assert [alarm for part in parts for alarm in part.alarms] == list(watched.alarms)
+        for name, evidence in watched.evidence.items():
+            joined = np.concatenate([part.evidence[name] for part in parts])
+            np.testing.assert_allclose(joined, evidence, rtol=1e-9)
+        assert monitor.inputs == 600 and monitor.evidence == pytest.approx(whole.evidence)
+        assert monitor.false_alarm_every == 2000
+
+    def test_many_held_out_scores_are_thinned(self) -> None:
+        random = np.random.default_rng(2)
+        held_out, incoming = random.normal(size=20_000).round(2), random.normal(size=5000).round(2)
+        monitor = Monitor({"novelty": held_out}, 5000)
+        assert len(monitor.reference["novelty"]) == 4096
+        assert len(monitor.add({"novelty": incoming}).alarms) <= 1
 
     def test_the_table_and_the_figure(self) -> None:
         incoming, reference = _scores(450, 0.2, 0), _scores(300, 0.0, 1)
-        lines = drift_table(drifts(incoming, reference)).splitlines()
-        assert len(lines) == 4 and all("yes" in line and "2 of 2" in line for line in lines[2:])
-        panels = drift_figure(incoming, reference).axes
-        assert [panel.get_xlabel() for panel in panels] == ["entropy", "novelty", "inputs so far"]
+        monitor = monitor_for(incoming, reference)
+        watched = monitor.add(incoming.values)
+        assert len(watched.table().splitlines()) == 4
+        assert "450 inputs; drift in " in watched.verdict and "novelty (since input" in watched.verdict
+        panels = drift_figure(monitor, incoming, watched, reference.share_referred).axes
+        labels = [panel.get_xlabel() for panel in panels]
+        assert labels == ["entropy", "novelty", "inputs so far", "inputs so far"]
+        marks = [line for line in panels[2].lines if line.get_marker() == "v"]
+        drawn = sorted(place for line in marks for place in np.asarray(line.get_xdata()))
+        assert drawn == sorted(alarm.input + 1 for alarm in watched.alarms)
         last, level = panels[-1].lines
-        assert last.get_ydata()[-1] == incoming.referred[250:].mean()
-        assert level.get_ydata()[0] == reference.share_referred
+        assert np.asarray(last.get_ydata())[-1] == incoming.referred[250:].mean()
+        assert np.asarray(level.get_ydata())[0] == reference.share_referred
 
     def test_constant_scores(self) -> None:
         constant = Scores({"entropy": np.full(30, 0.5)}, np.full(30, np.nan))
-        found = drifts(constant, constant, 20)
-        assert [test.alarm for test in found] == [False] and constant.share_referred is None
-        assert drift_figure(constant, constant).axes
+        monitor = monitor_for(constant, constant)
+        watched = monitor.add(constant.values)
+        assert not watched.alarms and "no sign of drift" in watched.verdict
+        assert drift_figure(monitor, constant, watched).axes and constant.share_referred is None
 
+    def test_what_cannot_be_watched(self) -> None:
+        monitor = Monitor({"novelty": np.arange(9.0)})
+        for values in ({}, {"entropy": np.ones(3)}, {"novelty": np.ones((3, 2))}):
+            with pytest.raises(uq.PosthocUQError, match="watches novelty"):
+                monitor.add(values)
+        with pytest.raises(uq.PosthocUQError, match="there are none"):
+            Monitor({})
+        state = monitor.state()
+        state["scores"]["novelty"]["came"] = [1]
+        with pytest.raises(uq.PosthocUQError, match="one count more"):
+            Monitor.resume(state)
+
+
+class TestReading:
     def test_several_outputs_have_their_mean(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text("standard_deviation_1,standard_deviation_2,mean_1\n1,3,7\n")
         assert read_scores(str(tmp_path / "a.csv")).values["standard_deviation"].tolist() == [2.0]
@@ -175,9 +236,6 @@ class TestMonitoring:
                 warnings.simplefilter("ignore")
                 found = read_scores(str(path)).values["novelty"].tolist()
             assert found == [1.0, 2.0, 3.0, 4.0][: len(found)] and len(found) in (2, 3, 4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert read_scores(str(path), last=1).left_out == 0  # the newest alone
         path.write_text('file,entropy\n"a, b",0.5\n\nlast,0.25')  # as others write CSVs
         assert read_scores(str(path)).values["entropy"].tolist() == [0.5, 0.25]
         with pytest.raises(uq.PosthocUQError, match="UTF-8"):

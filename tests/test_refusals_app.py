@@ -18,7 +18,7 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq import NonFiniteError, RegressionPrediction
-from posthoc_uq.app import Scores, drifts
+from posthoc_uq.app import Scores, monitor_for
 from posthoc_uq.evaluation import plots
 
 NAN, INF = math.nan, math.inf
@@ -88,7 +88,7 @@ OTHERS = {
     "a folder that is not there": Row(
         lambda: uq.export(predictor(), inputs(), path=Path("nowhere/p.pt2")), "does not exist; make it first",
     ),
-    "logs of other scores": Row(lambda: drifts(with_scores("entropy"), with_scores("novelty")), "in common"),
+    "logs of other scores": Row(lambda: monitor_for(with_scores("entropy"), with_scores("novelty")), "in common"),
 }  # fmt: skip
 
 ROWS = FIGURES | OTHERS

@@ -28,7 +28,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.app import FolderImages, ModelSource, ScoreLog, image_files, read_scores, transform_of
+from posthoc_uq.app import (
+    FolderImages,
+    ModelSource,
+    Monitor,
+    ScoreLog,
+    image_files,
+    read_scores,
+    transform_of,
+)
 from posthoc_uq.app.cli.images import Trouble
 
 pytest.importorskip("starlette")
@@ -41,6 +49,7 @@ from starlette.testclient import TestClient
 from posthoc_uq.app import Limits, Refused, Service, application
 from posthoc_uq.app import serve as serving
 from posthoc_uq.app.serve import LOOPBACK, Connection
+from posthoc_uq.likelihoods import ConformalScores
 
 NAMES = ("cat", "dog", "emu")
 REFERRAL = uq.Referral(0.3)
@@ -767,6 +776,14 @@ class TestWhatIsKept:
         assert values['posthoc_uq_requests_total{endpoint="/predict",status="400"}'] == "1.0"
         assert values['posthoc_uq_errors_total{kind="json"}'] == "1.0"
         assert values["posthoc_uq_entropy_nats_count"] == values["posthoc_uq_novelty_count"] == "6.0"
+        # a monitor of the posterior's held-out scores has the same evidence
+        promises = predictor.promises
+        assert isinstance(promises, ConformalScores)
+        kept = {name: scores for name, scores in promises.inputs.items() if name in answers[0]}
+        monitor = Monitor(kept)
+        monitor.add({name: [answer[name] for answer in answers] for name in kept})
+        for name, evidence in monitor.evidence.items():
+            assert float(values[f'posthoc_uq_drift{{score="{name}"}}']) == pytest.approx(evidence)
         total = float(values["posthoc_uq_entropy_nats_sum"])
         assert total == pytest.approx(sum(a["entropy"] for a in answers))
         assert values['posthoc_uq_request_seconds_count{endpoint="/predict/batch"}'] == "1.0"

@@ -41,6 +41,7 @@ from starlette.routing import Route
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from posthoc_uq.app.monitor import Monitor
 from posthoc_uq.app.requests import (
     Form,
     Inputs,
@@ -352,6 +353,7 @@ class Service:
         self._numbers, self._working = 0, False  # in what waits; whether the worker is at it
         self._room = Condition()  # guards these; tells when less waits
         self._log = None if log is None else ScoreLog(log)
+        self._monitor = _monitor_of(predictor)
         self._started = time.monotonic()
         self._inputs_at = predictor.posterior.history.inputs
         self._form = _form_of(predictor, integers)
@@ -475,7 +477,7 @@ class Service:
         )
 
     def _count(self, answers: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Count answers, and log their scores."""
+        """Count answers, watch their scores for drift, and log them."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self.metrics.inputs.inc(len(answers))
         self.metrics.referred.inc(sum(bool(row["flag"]) for _, row in answers))
@@ -484,6 +486,17 @@ class Service:
             for name, histogram in (("entropy", self.metrics.entropy), ("novelty", self.metrics.novelty)):
                 if row.get(name) is not None:
                     histogram.observe(row[name])
+        if self._monitor is not None:
+            scores = {
+                name: [math.nan if row.get(name) is None else row[name] for _, row in answers]
+                for name in self._monitor.reference
+            }
+            watched = self._monitor.add(scores)
+            for alarm in watched.alarms:
+                self.metrics.drift_alarms.labels(alarm.score).inc()
+                log.warning("The %s of inputs drifts, since input %d.", alarm.score, alarm.input + 1)
+            for name, evidence in self._monitor.evidence.items():
+                self.metrics.drift.labels(name).set(evidence)
         if self._log is not None:
             try:
                 self._log.add([row for _, row in answers])
@@ -544,6 +557,14 @@ class Service:
             self._log.close()
 
 
+def _monitor_of(predictor: Predictor) -> Monitor | None:
+    """Of the scores of inputs that the posterior keeps; None where it keeps none."""
+    promises = predictor.promises
+    kept = promises.inputs if isinstance(promises, ConformalScores) else {}
+    watched = {name: scores for name, scores in kept.items() if name in SCORES}
+    return Monitor(watched) if watched else None
+
+
 def _form_of(predictor: Predictor, integers: bool) -> Form:
     """What the posterior's file says of the model's inputs. Those of floating-point numbers have the model's type."""
     history = predictor.posterior.history
@@ -567,6 +588,8 @@ class Metrics:
         self.referred = Counter("referred", "Inputs referred to a person.", **options)
         self.entropy = Histogram("entropy_nats", "Entropy of predictions.", buckets=_ENTROPIES, **options)
         self.novelty = Histogram("novelty", "Novelty of inputs.", buckets=_NOVELTIES, **options)
+        self.drift = Gauge("drift", "Evidence of drift; 1 raises an alarm.", ["score"], **options)
+        self.drift_alarms = Counter("drift_alarms", "Alarms of drift.", ["score"], **options)
         self.latency = Histogram(
             "request_seconds", "Time of an answered request.", ["endpoint"], buckets=_SECONDS, **options
         )
