@@ -961,9 +961,9 @@ def test_the_document_runs() -> None:
             exec(compile(block, "deployment.md", "exec"), names)
     assert names["answer"]["prediction"] == "above" and names["wrong"].status_code == 422
     assert "(1, 2)" in names["wrong"].json()["error"] and "posthoc_uq_inputs_total 1.0" in names["metrics"]
-    alarms = {(test.score, test.last) for test in names["tests"] if test.alarm}
-    assert ("novelty", 400) in alarms and not any(last <= 200 for _, last in alarms)
-    assert len(names["figure"].axes) == 3
+    alarms = {(alarm.score, alarm.input) for alarm in names["watched"].alarms}
+    assert any(score == "novelty" for score, _ in alarms) and all(place >= 250 for _, place in alarms)
+    assert len(names["figure"].axes) == 4
     options = {"--max-bytes", "--max-batch", "--max-pixels", "--allow-host"}
     shown = run("serve", "--help").stdout.replace("_", "-")
     assert all(option in shown and option in text for option in options)
