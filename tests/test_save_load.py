@@ -240,7 +240,8 @@ def test_inspect_and_h5py_show_what_is_in_it(saved: Saved) -> None:
 
 def test_the_document_names_every_field_and_its_example_runs(saved: Saved) -> None:
     text = (Path(__file__).parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
-    kinds = [*all_records(Record)]
+    # those of the wing `app` are of files of its own
+    kinds = [kind for kind in all_records(Record) if not kind.__module__.startswith("posthoc_uq.app")]
     fields = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
     assert not [name for name in fields | BLOCKS.keys() | LIKELIHOODS.keys() if f"`{name}`" not in text]
     example = text.split("```python\n")[1].split("```")[0]

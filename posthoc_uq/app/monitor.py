@@ -169,7 +169,7 @@ class Monitor:
                 f"got {', '.join(f'{name} {np.shape(each)}' for name, each in values.items()) or 'nothing'}."
             )
         first, count = self._inputs, len(next(iter(known.values())))
-        ties = uniforms(mix(torch.arange(first + 1, first + count + 1)), 1).squeeze(1).numpy()
+        ties = uniforms(mix(torch.arange(first + 1, first + count + 1, device="cpu")), 1).squeeze(1).numpy()
         self._inputs += count
         evidence: dict[str, Numbers] = {}
         alarms: list[Alarm] = []
@@ -349,13 +349,15 @@ class _Ranked:
 def _orders(group: NDArray[np.intp], begun: Numbers) -> Numbers:
     """A random number in (0, 1) for each held-out value; they ascend within a group of equal values."""
     counts = begun[:-1].astype(np.int64)
-    drawn = -np.log(uniforms(torch.zeros(1, dtype=torch.int64), int(counts.sum())).squeeze(0).numpy())
+    drawn = -np.log(
+        uniforms(torch.zeros(1, dtype=torch.int64, device="cpu"), int(counts.sum())).squeeze(0).numpy()
+    )
     spacings = np.add.reduceat(drawn, np.cumsum(counts) - counts)
     first = np.flatnonzero(np.diff(group, prepend=-1))
     total = spacings.cumsum()
     before = (total - spacings)[first]
     last = np.append(first[1:], len(group)) - 1
-    rest = -np.log(uniforms(torch.ones(1, dtype=torch.int64), len(first)).squeeze(0).numpy())
+    rest = -np.log(uniforms(torch.ones(1, dtype=torch.int64, device="cpu"), len(first)).squeeze(0).numpy())
     return (total - before[group]) / (total[last] - before + rest)[group]
 
 
