@@ -689,7 +689,8 @@ def test_all_labels_choose_the_temperature_and_promises_keep_that_of_the_first_p
     judged = fitted.with_settings(
         temperature=promises.posterior["temperature"], prior_precision=promises.posterior["prior_precision"]
     )
-    prediction, probs = predictor(x[160:]), uq.wrap(model, judged, "linearized", link="probit")(x[160:]).probs
+    options: dict[str, Any] = {"head": "linearized", "link": "probit"}
+    prediction, probs = predictor(x[160:]), uq.wrap(model, judged, **options)(x[160:]).probs
     threshold = promises.targets.scores[0].values[math.ceil(31 * 0.9) - 1]
     expected = (1 - probs.double() <= threshold) | F.one_hot(probs.argmax(1), 3).bool()
     assert torch.equal(prediction.set(0.9), expected)
@@ -700,6 +701,8 @@ def test_all_labels_choose_the_temperature_and_promises_keep_that_of_the_first_p
         assert torch.equal(other.set(0.9), expected[rows])
     parts = uq.Prediction.cat([predictor(x[160:200]), predictor(x[200:])])
     assert torch.equal(parts.set(0.9), expected)
+    mixed = uq.Prediction.cat([predictor(x[160:200]), uq.wrap(model, judged, **options)(x[200:])])
+    assert mixed.at_promises() is mixed  # not the first part alone
     assert torch.equal(predictor.predict([x[160:]], progress=False).set(0.9), expected)
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.wrap(model, uq.load(tmp_path / "p.h5", model))

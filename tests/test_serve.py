@@ -795,6 +795,31 @@ class TestWhatIsKept:
             and health["referral"] == "Referral(rate=0.3, score='joint')"
         )
 
+    def test_drift_is_that_from_scores_at_the_temperature_of_the_held_out_ones(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(460, 3, generator=generator)
+        y = (x[:, 0] + torch.randn(460, generator=generator) > 0).long()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
+        for parameter in model.parameters():
+            parameter.data *= 4  # far too sure
+        posterior = uq.fit(model, [(x[:100], y[:100])], "kfac", layers="last", progress=False)
+        posterior = uq.calibrate(posterior, [(x[100:160], y[100:160])], progress=False)
+        predictor = uq.wrap(model, posterior)
+        promises, prediction = predictor.promises, predictor(x[160:])
+        assert isinstance(promises, ConformalScores)
+        own, judged = prediction.scores()["entropy"], prediction.at_promises().scores()
+        assert promises.retuned and float((own - judged["entropy"]).abs().max()) > 0.01
+        client = TestClient(application(Service(predictor), None), base_url="http://localhost")
+        for part in x[160:].split(50):
+            client.post("/predict/batch", json={"inputs": part.tolist()}).raise_for_status()
+        values = dict(re.findall(r"^(posthoc_uq_\S+) (\S+)$", client.get("/metrics").text, re.M))
+        monitor = Monitor({name: promises.inputs[name] for name in ("entropy", "novelty")})
+        monitor.add({name: judged[name].detach() for name in ("entropy", "novelty")})
+        for name, evidence in monitor.evidence.items():
+            assert float(values[f'posthoc_uq_drift{{score="{name}"}}']) == pytest.approx(evidence, rel=1e-3)
+
     def test_nothing_is_written_without_a_log(
         self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -487,10 +487,7 @@ class Service:
                 if row.get(name) is not None:
                     histogram.observe(row[name])
         if self._monitor is not None:
-            scores = {
-                name: [math.nan if row.get(name) is None else row[name] for _, row in answers]
-                for name in self._monitor.reference
-            }
+            scores = {name: [row["judged"][name] for _, row in answers] for name in self._monitor.reference}
             watched = self._monitor.add(scores)
             for alarm in watched.alarms:
                 self.metrics.drift_alarms.labels(alarm.score).inc()
@@ -714,9 +711,11 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     known, promises = prediction.scores(), prediction.promises
     scores = {name: values.tolist() for name, values in known.items()}
     referral, tails, familiarity = None, None, None
+    judged = dict[str, list[float]]()  # as held-out scores are
     reasons: dict[str, list[bool]] = {}
     if isinstance(promises, ConformalScores):
         referral, ranked = service.referral, prediction.at_promises().scores()
+        judged = {name: ranked[name].tolist() for name in promises.inputs if name in ranked}
         if referral is not None:
             border, singles = referral.border(promises), promises.single_p_values(ranked, referral.score)
             reasons = {name: (~(p > border)).tolist() for name, p in singles.items()}
@@ -733,6 +732,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             "probability_1": first.get("probability"),
             "mean": " ".join(f"{value:.6g}" for value in mean) if isinstance(mean, list) else mean,
             **{name: _finite_or_none(scores[name][index]) for name in SCORES if name in scores},
+            "judged": {name: values[index] for name, values in judged.items()},
         }
         answer |= {name: _finite_or_none(scores[name][index]) for name in SCORES[:3] if name in scores}
         referring = [name for name, flags in reasons.items() if flags[index]]

@@ -582,7 +582,9 @@ class SamplingPredictor(Predictor):
         promises = self.promises
         if isinstance(promises, ConformalScores) and promises.retuned:  # which take the draws a second time
             outputs = torch.cat(list(blocks))
-            return self.promising(self.prediction_of(outputs), outputs).with_novelty(ratio)
+            prediction = self.promising(self.prediction_of(outputs), outputs)
+            prediction.at_promises()  # made now, so that the draws are not kept
+            return prediction.with_novelty(ratio)
         if divisor != 1.0:
             blocks = (block / divisor for block in blocks)
         return self._posterior.observation.from_blocks(blocks).with_novelty(ratio)

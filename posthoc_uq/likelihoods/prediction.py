@@ -290,8 +290,9 @@ class Prediction(ABC):
                 )
             joined[name] = torch.cat(parts) if whole else None
         others = [prediction.before_retuning for prediction in predictions]
-        if all(others):
-            joined["before_retuning"] = Remade(lambda: cat([other.made() for other in others]))
+        known = [other for other in others if other is not None]
+        whole = len(known) == len(predictions)
+        joined["before_retuning"] = Remade(lambda: cat([other.made() for other in known])) if whole else None
         return predictions[0].changed(**joined)
 
     @property
