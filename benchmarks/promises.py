@@ -5,11 +5,11 @@
     python benchmarks/promises.py --smoke             three small tables, three splits, for the tests
 
 A perceptron is trained and fitted on 60 % of a table, once. In every split half of the other rows go to
-`uq.calibrate`, which tunes by one half of them and keeps the scores of the other (of values with one noise variance,
-of all); the rest are predicted. The band is
-what a promise of level 1 - a from n scores says of the mean coverage: from 1 - a to 1 - a + 1 / (n + 1); for sets the
-upper bound is left out where the most probable class was added to empty ones. "error" is the standard error of the
-mean over the splits, which share their rows, so that the true one is somewhat larger.
+`uq.calibrate`, which tunes by one half of them and keeps the scores of the other (of values whose noise
+leave-one-out found, of all); the rest are predicted. The band is what a promise of level 1 - a from n scores says of
+the mean coverage: from 1 - a to 1 - a + 1 / (n + 1); for sets the upper bound is left out where the most probable class
+was added to empty ones. "error" is the standard error of the mean over the splits, which share their rows, so that the
+true one is somewhat larger.
 
 Four of the tables have networks that predict the noise of every row beside its mean (`likelihood="heteroscedastic"`).
 

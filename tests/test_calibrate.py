@@ -215,8 +215,9 @@ def test_one_factor_on_all_variances_leaves_intervals_as_they_are(method: str) -
     y = x.sin() + 0.4 * torch.randn(330, 2, generator=generator)
     torch.manual_seed(0)
     model = _trained(nn.Sequential(nn.Linear(2, 9), nn.Tanh(), nn.Linear(9, 2)), nn.MSELoss(), x[:40], y[:40])
-    options: dict[str, Any] = {"likelihood": "regression", "noise_variance": [0.01, 0.04], "progress": False}
-    posterior = uq.fit(model, [(x[:40], y[:40])], method, **options)
+    y[40:] += torch.randn(290, 2, generator=generator)  # noisier than the training
+    posterior = uq.fit(model, [(x[:40], y[:40])], method, likelihood="regression", progress=False)
+    assert posterior.history.leave_one_out is not None
     held_out = (x[40:70], y[40:70])
     calibrated = uq.calibrate(posterior, [held_out], progress=False)
     before, after = (uq.wrap(model, each)(x) for each in (posterior, calibrated))

@@ -1,6 +1,6 @@
 """`calibrate`: one part of held-out data tunes a posterior, the other gives the scores by which predictions promise.
 
-Of a regression with one noise variance an output all of them do both, and promises stay exact: the only thing that is
+Of a regression whose noise leave-one-out found all of them do both, and promises stay exact: the only thing that is
 tuned is a factor on all variances, and with distances in predictive deviations as scores it cancels.
 """
 
@@ -40,6 +40,7 @@ from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.sweep import WORD
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
 from posthoc_uq.fitting.held_out import HeldOutLoss, most_probable_factor
+from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -59,7 +60,7 @@ from posthoc_uq.likelihoods.conformal import (
     tuned_regularisation,
     wrong_up_to,
 )
-from posthoc_uq.likelihoods.gaussian import Gaussian, RegressionPrediction
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
@@ -91,9 +92,11 @@ def calibrate(
     """The posterior tuned on one part of held-out data, with the scores of the other, by which predictions promise; the
     given one stays as it is.
 
-    Of a regression with one noise variance an output, through the linearised head, all samples promise: they tune one
+    Of a regression whose noise leave-one-out found, through the linearised head, all samples promise: they tune one
     factor on all variances, which their scores and the intervals do not depend on. Its width in proportion to the noise
-    stays that of the posterior; ``tune(posterior, loader)`` searches it by labels, and needs others than these.
+    stays that of the posterior, which was chosen at this noise; ``tune(posterior, loader)`` searches it by labels, and
+    needs others than these. A fit that left nothing out has a width that is too small beside the noise of new data, so
+    that the first part tunes both.
 
     ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
     inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
@@ -211,9 +214,8 @@ def calibrated(
     with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
-        # all variances are then proportional to the noise's
-        factorable = posterior.has_free_prior_precision and posterior.evidence.noise_power == 1
-        by_factor = through == "linearized" and isinstance(posterior.likelihood, Gaussian) and factorable
+        # the width is then that of leave-one-out's noise, and all variances are proportional to the noise's
+        by_factor = through == "linearized" and knows_noise(posterior) and posterior.evidence.noise_power == 1
         if by_factor:
             tuned = _with_head(posterior, head, "likelihood")
         elif has_something_to_tune(posterior):
