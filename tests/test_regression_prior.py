@@ -25,6 +25,11 @@ def sine(outputs: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
     y = y + 0.1 * torch.randn(150, outputs, generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(Shifted(), nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, outputs))
+    train(model, x, y)
+    return model, x, y
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
     optimiser = torch.optim.LBFGS(model.parameters(), max_iter=150, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
@@ -34,7 +39,6 @@ def sine(outputs: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
         return value
 
     optimiser.step(loss)
-    return model, x, y
 
 
 class Shifted(nn.Module):
@@ -93,11 +97,29 @@ def test_the_rule_against_evidence_and_divergences_of_its_own(method: str, outpu
     if nats(evidence, True) <= 0.03:
         grid = [evidence - step * 0.05 for step in range(61)]
         decade = (evidence + min(each for each in grid if nats(each, True) <= 0.03)) / 2
-    factor = max(0.3, 1 / (1 + float(shares(decade).mean())))
+    factor = max(0.3, float((1 / (1 + shares(decade).mean(0))).mean()))
     assert math.log10(posterior.prior_precision * factor) == pytest.approx(decade, abs=0.06)
     assert posterior.noise_scale == pytest.approx(fixed.noise_scale * factor, rel=0.02)
     again = uq.tune(posterior, [(x, y)], criterion="leave_one_out", progress=False)
     assert again.settings.plain() == pytest.approx(posterior.settings.plain(), rel=1e-6)
+
+
+def test_it_is_never_narrower_than_the_faithful_prior() -> None:
+    """Ten rows a weight and all of them settled: the evidence asks for weights of about the trained size."""
+    generator = torch.Generator().manual_seed(0)
+    x = 4 * torch.rand(300, 1, generator=generator) - 2
+    y = (2 * x + 1).tanh() - (x - 0.5).tanh() + 0.05 * torch.randn(300, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1))
+    train(model, x, y)
+    fixed = uq.fit(model, [(x, y)], "full", prior_precision=1.0, **OPTIONS)
+    fixed = uq.tune(fixed, [(x, y)], criterion="leave_one_out", progress=False)
+    faithful = uq.tune(fixed, [(x, y)], criterion="faithful", progress=False)
+    evidence = uq.tune(fixed, progress=False)
+    assert evidence.prior_precision / 1000**0.5 > faithful.prior_precision
+    posterior = uq.fit(model, [(x, y)], **OPTIONS)
+    width = posterior.prior_precision * posterior.noise_scale / fixed.noise_scale
+    assert width == pytest.approx(faithful.prior_precision, rel=1e-6)
 
 
 def test_held_out_rows_keep_the_width_of_the_fit() -> None:

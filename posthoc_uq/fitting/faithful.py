@@ -767,13 +767,8 @@ class FaithfulSearch:
         return decade
 
     def _weights_decade(self) -> float:
-        """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
-        if not self._of_prior:
-            return 0.0
-        means = self.posterior.mean.values()
-        mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
-        mean_square /= sum(m.numel() for m in means)
-        return float(ceil(-log10(mean_square))) if mean_square > _MAX_ZERO_SQUARE else 0.0
+        """See `_decade_of_weights`; 0 for a scale, as the training left it."""
+        return _decade_of_weights(self.posterior) if self._of_prior else 0.0
 
     def _divergence(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> float:
         """The divergence at a decade on some inputs."""
@@ -789,6 +784,19 @@ class FaithfulSearch:
             trial = on.evaluate(settings)
             tried[decade] = trial if isfinite(trial.objective) else Trial(settings, inf)
         return tried[decade]
+
+
+def _decade_of_weights(posterior: Posterior) -> float:
+    """The decade of the inverse mean square of the trained weights."""
+    means = posterior.mean.values()
+    mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
+    mean_square /= sum(m.numel() for m in means)
+    return float(ceil(-log10(mean_square))) if mean_square > _MAX_ZERO_SQUARE else 0.0
+
+
+def widest_decade(posterior: Posterior) -> float:
+    """The decade of the prior precision at which the search for a faithful one ends."""
+    return _decade_of_weights(posterior) - _END_BELOW
 
 
 @full_precision()

@@ -25,6 +25,7 @@ from posthoc_uq.fitting.faithful import (
     scaled_variances,
     set_faithful,
     smallest_prior_within_budget,
+    widest_decade,
 )
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.history import FaithfulRecord, Trial, Trials
@@ -47,12 +48,13 @@ class _Width(NamedTuple):
         left_out: mean divergence from the network, in nats, with the variance that every row would have if it were left
             out: ``v / (1 - v / s^2)`` at the noise s^2.
         divergence: the same with the variance v that it has.
-        share: mean of ``v / s^2``.
+        factor: on all variances, with which their total is s^2 on the mean: ``1 / (1 + mean v / s^2)``, the mean of
+            those of the outputs, which is where the likelihood is largest if the error of each is its s^2.
     """
 
     left_out: float
     divergence: float
-    share: float
+    factor: float
 
 
 class _Widths(Divergence):
@@ -62,16 +64,18 @@ class _Widths(Divergence):
         last: of the last evaluation.
     """
 
-    last = _Width(inf, inf, inf)
+    last = _Width(inf, inf, 1.0)
 
     def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
         shares = list[Tensor]()
         for distribution, _ in pairs:
             prediction: Any = predictor.prediction_of(distribution)
-            shares.append(as_double(prediction.epistemic_variance / prediction.noise_variance).flatten())
+            shares.append(as_double(prediction.epistemic_variance / prediction.noise_variance).flatten(1))
         share = torch.cat(shares)
-        kept = share.clamp(max=_MAX_SHARE)
-        self.last = _Width(*(float(each.mean()) for each in (_nats(kept / (1 - kept)), _nats(share), share)))
+        kept, factors = share.clamp(max=_MAX_SHARE), 1 / (1 + share.mean(0))
+        self.last = _Width(
+            *(float(each.mean()) for each in (_nats(kept / (1 - kept)), _nats(share), factors))
+        )
         return self.last.left_out
 
 
@@ -88,8 +92,9 @@ def set_by_known_noise(
 
     With the prior precision e of the largest evidence, and k, the smallest down to a thousandth of e for which
     predictions of left-out rows stay within `WIDEST` nats of the network's, it is e where e is already beyond that, and
-    ``sqrt(e k)`` elsewhere. Then all variances are multiplied by ``1 / (1 + mean v / s^2)``, and by 0.3 at the least.
-    Where nothing bounds the evidence, the prior is the faithful one.
+    ``sqrt(e k)`` elsewhere; never narrower than the faithful prior. Then all variances are multiplied by
+    ``1 / (1 + mean v / s^2)``, and by 0.3 at the least. Where nothing bounds the evidence, the prior is the faithful
+    one.
 
     Args:
         inputs: training inputs.
@@ -111,7 +116,7 @@ def set_by_known_noise(
     def width(decade: float) -> _Width:
         settings = replace(posterior.settings, prior_precision=10.0**decade)
         trial = widths.evaluate(settings)
-        found = widths.last if isfinite(trial.objective) else _Width(inf, inf, inf)
+        found = widths.last if isfinite(trial.objective) else _Width(inf, inf, 1.0)
         tried.append(Trial(settings, found.divergence))
         return found
 
@@ -122,6 +127,13 @@ def set_by_known_noise(
             lambda each: width(each).left_out, WIDEST, decade, low, decade
         )
         decade = (decade + bound) / 2
+    if (
+        width(decade).divergence < budget
+    ):  # else the faithful prior, above which nothing is outside, is narrower
+        low = min(decade, widest_decade(posterior))
+        decade, _ = smallest_prior_within_budget(
+            lambda each: width(each).divergence, budget, decade, low, decade
+        )
     widths.require(width(decade).left_out)
     settings = replace(posterior.settings, prior_precision=10.0**decade)
     return _recorded(posterior, settings, width(decade), predictor.head, tried, widths.samples)
@@ -131,7 +143,7 @@ def _recorded(
     posterior: Posterior, found: Hyperparameters, width: _Width, head: str, tried: list[Trial], samples: int
 ) -> Posterior:
     """The posterior at the settings that were found, its variances made smaller by one factor, with the records."""
-    factor = max(_LEAST_FACTOR, 1 / (1 + width.share))
+    factor = max(_LEAST_FACTOR, width.factor)
     chosen = posterior.at(scaled_variances(found, factor))
     history, left_out = chosen.history, chosen.history.left_out
     how = dict(history.tuning)
