@@ -385,6 +385,22 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     assert observed[at] == pytest.approx(float(empty.double().mean())) and levels[-1] == 0.95
     page = evaluation.report(tmp_path / "r.html").read_text()
     assert "Promised sets and intervals" in page and "Coverage of promises" in page and "&lt;c&gt;" in page
+    grouped = evaluation.coverage_by_group["INF"]
+    by = [group.by for group in grouped.groups]
+    assert grouped.level == 0.9 and list(dict.fromkeys(by)) == ["entropy", "novelty", "set size", "class"]
+    inside = prediction.set(0.9)[torch.arange(len(y)), y].double()
+    fifth = prediction.entropy() > prediction.entropy().quantile(0.8)
+    surest = [group for group in grouped.groups if group.by == "entropy"][-1]
+    assert surest.inputs == int(fifth.sum()) and surest.coverage == pytest.approx(float(inside[fifth].mean()))
+    (own,) = [group for group in grouped.groups if group.name == "<c>"]
+    assert own.coverage == pytest.approx(float(inside[y == 2].mean())) and own.low < own.coverage <= own.high
+    assert grouped.missing is not None and found["INF"]["ERT of 90 %"] == grouped.missing.value
+    header, rows = evaluation.tables()["Coverage of promises by group, the surest failures first"]
+    assert [row[-1] for row in rows] == sorted(group.high for group in grouped.groups)[: len(rows)]
+    assert evaluation.to_dict()["coverage by group"]["INF"]["ERT"]["fails"] is grouped.missing.fails
+    drawn = evaluation.figures()["Coverage of promises by group"].axes
+    assert [axes.get_xlabel() for axes in drawn] == ["entropy", "novelty", "set size", "class"]
+    assert "Coverage of promises by group, the surest" in page and "What the words mean" in page
     # enough for 90 % alone
     posterior = uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)
     found = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False).promised["linearized"]
@@ -410,6 +426,8 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
         (by_class,) = evaluation.promised_by_class.values()
         second = float(chosen[:, 1][y[:, 1] > 0].double().mean())
         assert by_class["class 1"]["promised coverage of 90 %"] == pytest.approx(second)
+        (grouped,) = evaluation.coverage_by_group.values()
+        assert [group.coverage for group in grouped.groups if group.by == "class"][1] == pytest.approx(second)
     else:
         low, high = prediction.interval(0.9)
         inside, width = ((low <= y) & (y <= high)).double().mean(), (high - low).double().mean()
@@ -419,6 +437,9 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
             assert found["promised coverage of 90 %"] == pytest.approx(float(inside))
         assert found["interval width of 90 %"] == pytest.approx(float(width), rel=1e-5)
         assert not evaluation.promised_by_class
+        (grouped,) = evaluation.coverage_by_group.values()
+        assert {group.by for group in grouped.groups} == {"novelty", "interval width"}
+        assert grouped.missing is not None
     assert "Coverage of promises" in evaluation.figures() and "promised coverage of 80 %" in str(evaluation)
 
 

@@ -342,3 +342,58 @@ class TestTails:
 
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(metrics, name) for name in metrics.__all__)
+
+
+class TestExcessRiskOfTheTargetCoverage:
+    """Against the coverage that is missing by definition, ``E max(0, level - P(covered | features))``."""
+
+    @staticmethod
+    def drawn(generator: torch.Generator, inputs: int = 500) -> dict[str, Tensor]:
+        score = torch.rand(inputs, dtype=torch.float64, generator=generator)
+        other = 0.6 * score + 0.4 * torch.rand(inputs, dtype=torch.float64, generator=generator)
+        classes = torch.randint(6, (inputs,), generator=generator)
+        return {"score": score, "other": other, "class": classes}
+
+    def test_a_promise_that_holds_everywhere_hardly_ever_seems_to_fail(self) -> None:
+        generator, level, held_out = torch.Generator().manual_seed(0), 0.9, 200
+        found = []
+        for _ in range(200):  # each with held-out scores of its own
+            features = self.drawn(generator, 300)
+            kept = torch.rand(held_out, dtype=torch.float64, generator=generator).sort().values
+            threshold = kept[math.ceil((held_out + 1) * level) - 1]
+            covered = torch.rand(300, dtype=torch.float64, generator=generator) <= threshold
+            found.append(metrics.coverage_excess_risk(covered, level, features, held_out=held_out))
+        assert (
+            sum(risk.fails for risk in found) <= 12
+        )  # 2 % by the normal distribution; 5 % of 200 draws is 10 +- 3
+        assert abs(np.mean([risk.value for risk in found])) < 0.006
+        assert np.std([risk.value for risk in found]) < 1.3 * np.mean([risk.error for risk in found])
+
+    @pytest.mark.parametrize("where", ["tail", "class", "both"])
+    def test_coverage_that_some_inputs_miss(self, where) -> None:
+        generator, level, found = torch.Generator().manual_seed(1), 0.9, []
+        for _ in range(10):
+            features = self.drawn(generator, 1000)
+            group = {"tail": features["score"] > 0.8, "class": features["class"] == 2}
+            failing = group["tail"] | group["class"] if where == "both" else group[where]
+            p = torch.where(failing, 0.65, 0.95).double()
+            missing = float((level - p).clamp(min=0).mean())
+            covered = torch.rand(1000, dtype=torch.float64, generator=generator) < p
+            risk = metrics.coverage_excess_risk(covered, level, features)
+            assert risk.fails and risk.value < missing + 3 * risk.error
+            found.append(risk.value / missing)
+        assert 0.8 < np.mean(found) < 1.05
+
+    def test_needs_no_order_of_its_inputs_and_takes_several_entries_of_one(self) -> None:
+        features = self.drawn(torch.Generator().manual_seed(2))
+        covered = torch.where(features["score"] > 0.8, 0.0, 1.0)
+        risk, order = metrics.coverage_excess_risk(covered, 0.9, features), torch.randperm(500)
+        shuffled = {name: values[order] for name, values in features.items()}
+        assert metrics.coverage_excess_risk(covered[order], 0.9, shuffled) == pytest.approx(risk, abs=1e-12)
+        assert risk.value == pytest.approx(0.9 * float((features["score"] > 0.8).double().mean()), abs=0.01)
+        twice = {name: values.repeat(2) for name, values in features.items()}
+        inputs = torch.arange(500).repeat(2)
+        again = metrics.coverage_excess_risk(covered.repeat(2), 0.9, twice, inputs=inputs)
+        assert again.error == pytest.approx(risk.error, rel=0.1)  # repeated entries tell nothing new
+        assert metrics.coverage_excess_risk(torch.ones(500), 0.9, features) == (0, 0)
+        assert metrics.coverage_excess_risk(torch.ones(500), 0.9, features, held_out=20).fails is False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
 from posthoc_uq.evaluation import metrics, plots
+from posthoc_uq.evaluation.groups import CoverageGroup, ExcessRisk, GroupedCoverage
 
 
 def classified(scale: float) -> tuple[Tensor, Tensor]:
@@ -113,11 +114,21 @@ def map_of_four() -> Figure:
     )
 
 
+def groups() -> Figure:
+    halves = [
+        CoverageGroup("entropy", f"{low:.1f} to {low + 0.1:.1f}", 80, 0.8 + low / 4, 0.7, 0.95)
+        for low in (0.1, 0.2)
+    ]
+    classes = [CoverageGroup("class", f"<{own}>", 9 + own, 0.9 - own / 50, 0.6, 0.97) for own in range(20)]
+    first = GroupedCoverage(0.9, ExcessRisk(0.0213, 0.004), halves + classes)
+    return plots.group_coverage_plot({"INF": first, "KFAC": GroupedCoverage(0.8, None, halves)})
+
+
 # what older versions of matplotlib call in newer ones of pyparsing is deprecated, by a UserWarning
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("draw", "most_ink"),
-    [(f, 0.6) for f in (reliability, equal_mass, histograms, band, risk_coverage, referral, coverage)]
+    [(f, 0.6) for f in (reliability, equal_mass, histograms, band, risk_coverage, referral, coverage, groups)]
     + [(map_of_two, 0.95), (map_of_four, 0.95)],  # a map fills most of its picture
 )
 def test_can_be_written_and_read_and_leaves_pyplot_alone(
@@ -247,6 +258,21 @@ def test_coverage_lines_are_the_coverage_curves() -> None:
     assert list(axes.lines[1].get_xdata()) == [0.1, 0.8]
     expected = metrics.coverage_curve(*regressions()["narrow"], [0.1, 0.8], kind="quantile").observed
     np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
+
+
+def test_groups_are_drawn_at_their_coverage_the_least_covered_of_many() -> None:
+    figure = groups()
+    halves, classes, other = figure.axes
+    assert [label.get_text() for label in halves.get_xticklabels()] == ["0.1 to 0.2", "0.2 to 0.3"]
+    assert list(halves.lines[0].get_ydata()) == pytest.approx([0.825, 0.85])
+    assert list(halves.lines[1].get_ydata()) == [
+        0.9,
+        0.9,
+    ]
+    assert list(classes.lines[0].get_ydata()) == pytest.approx([0.9 - own / 50 for own in range(19, 7, -1)])
+    assert other.get_xlabel() == "entropy, KFAC" and list(other.lines[1].get_ydata()) == [0.8, 0.8]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["INF (ERT 0.021 ± 0.008)", "KFAC"]
 
 
 def test_histograms_count_every_input_once_and_name_the_auroc() -> None:

@@ -57,6 +57,15 @@ METRICS = {
     "an infinite tail": Row(lambda: metrics.tail_of(ONE * INF), "finite", NonFiniteError),
     "a level of one": Row(lambda: quantile(held_out_scores(X), 1.0), "between 0 and 1"),
     "an infinite score": Row(lambda: held_out_scores(torch.tensor([1.0, INF])), "finite", NonFiniteError),
+    "a feature of other inputs": Row(
+        lambda: metrics.coverage_excess_risk(torch.ones(60), 0.9, {"a": X}), r"like covered, \(60,\)",
+    ),
+    "no features": Row(lambda: metrics.coverage_excess_risk(torch.ones(60), 0.9, {}), "one number an entry"),
+    "too few inputs for a group": Row(lambda: metrics.coverage_excess_risk(X, 0.9, {"a": X}), "at least 50"),
+    "a promised level of one": Row(lambda: metrics.coverage_excess_risk(X, 1.0, {"a": X}), "between 0 and 1"),
+    "coverage of no number": Row(
+        lambda: metrics.coverage_excess_risk(X * NAN, 0.9, {"a": X}), "not finite", NonFiniteError,
+    ),
     "no held-out scores": Row(lambda: held_out_scores(X[:0]), "there are none"),
 }  # fmt: skip
 

@@ -36,6 +36,7 @@ from posthoc_uq.likelihoods.positions import PositionPrediction
 # Figures.
 
 CALIBRATION, COVERAGE, PROMISES = "Reliability", "Coverage of intervals", "Coverage of promises"
+GROUPS = "Coverage of promises by group"
 FOREIGN, RISK = "Familiar and foreign inputs", "Risk over coverage"
 _LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
 _LIKE_ENTROPY = (
@@ -60,7 +61,9 @@ def _promises(evaluation: Measurements) -> dict[str, Figure]:
     if not known:
         return {}
     labels = "level of the promise", "share of right answers inside"
-    return {PROMISES: plots.coverage_lines(known, len(evaluation.targets), *labels)}
+    by_level = plots.coverage_lines(known, len(evaluation.targets), *labels)
+    groups = evaluation.coverage_by_group
+    return {PROMISES: by_level} | ({GROUPS: plots.group_coverage_plot(groups)} if groups else {})
 
 
 def _quality(evaluation: Measurements) -> dict[str, Figure]:
@@ -156,6 +159,9 @@ _TABLES = {
     "Promised sets and": "Sets of classes, or intervals, that contain the right answer with at least the promised "
     "probability: by held-out scores, on average over new inputs like the held-out ones.",
     "Promised sets by": "The same for inputs of one class, which is promised where the scores were kept by class.",
+    "Coverage of promises by": "A promise is an average over all inputs and may fail for some. These groups were found "
+    "among the test inputs: fifths of a score, sizes, classes; first those whose coverage is surest to be too small. "
+    "It is where \u201cat most\u201d is below the level; of many groups some are by chance.",
     "Telling": "These inputs are unlike those of the training. A score of uncertainty should be larger on them than on "
     "the test inputs. Bold: the best of its column.",
     "Leaving": "The inputs with the largest scores are handed to a person. The columns say how good the predictions "
@@ -173,6 +179,8 @@ _FIGURES = {
     "two agree; below it, the intervals are too narrow.",
     PROMISES: "How many right answers lie inside the promised sets or intervals, over the promised level. Lines should "
     "follow the dashed diagonal, up to chance (grey). Sets may be empty here.",
+    GROUPS: "How many right answers lie inside, by group of inputs. Below the dashed line a group is covered less "
+    "often than promised. Vertical bars: where the coverage may lie, given so few inputs (95 %).",
     FOREIGN: "How the scores are spread over the test inputs (filled) and over foreign ones (lines). The less the two "
     "overlap, the better the score tells them apart.",
     RISK: "The mean loss on the inputs that remain when the least certain ones are handed to a person, over the share "
@@ -181,6 +189,7 @@ _FIGURES = {
 _FIGURES_AFTER = {
     "Quality": (CALIBRATION, COVERAGE),
     "Promised sets and": (PROMISES,),
+    "Coverage of promises by": (GROUPS,),
     "Telling": (FOREIGN,),
     "Leaving": (RISK,),
 }

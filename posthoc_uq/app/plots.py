@@ -29,6 +29,7 @@ from torch import Tensor
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 from posthoc_uq.evaluation import metrics
+from posthoc_uq.evaluation.groups import GroupedCoverage, wilson
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.prediction import score_of
@@ -37,6 +38,7 @@ from posthoc_uq.likelihoods.selective import CLASS_SCORES
 __all__ = [
     "class_uncertainty_map",
     "coverage_plot",
+    "group_coverage_plot",
     "referral_plot",
     "regression_band",
     "reliability_diagram",
@@ -90,16 +92,6 @@ def _draw_diagonal(axes: Axes) -> None:
 def percent(share: float, position: int | None) -> str:
     """A tick label."""
     return f"{100 * share:.3g} %"
-
-
-def wilson(
-    share: NDArray[np.float64], count: NDArray[np.int64] | NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """95 % interval of a proportion (Wilson, "Probable inference", JASA 1927); valid at 0 and 1 too."""
-    z = 1.96
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return centre - half, centre + half
 
 
 def _check_not_empty(name: str, what: Mapping[str, Any]) -> None:
@@ -218,6 +210,56 @@ def coverage_lines(
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel=nominal, ylabel=observed, aspect="equal")
     legend_above(axes)
     clean(axes)
+    return figure
+
+
+_MAX_GROUPS = 12  # in a panel: the least covered
+
+
+def group_coverage_plot(groups: Mapping[str, GroupedCoverage]) -> Figure:
+    """Coverage of promises by groups of inputs: a panel for each score, the size of the set or width of the interval,
+    and the class.
+
+    Vertical bars are 95 % intervals (Wilson), wide where there are few inputs; the dashed line is the promised level.
+    The legend gives the excess risk of the target coverage (ERT, `metrics.coverage_excess_risk`) and twice its standard
+    error. Of more than twelve classes the least covered are drawn.
+
+    Args:
+        groups: by model, as `evaluate` finds them: ``evaluation.coverage_by_group``.
+    """
+    _check_not_empty("group_coverage_plot", groups)
+    panels = [
+        (name, by) for name, found in groups.items() for by in dict.fromkeys(g.by for g in found.groups)
+    ]
+    if not panels:
+        raise PosthocUQError("group_coverage_plot needs at least one group of inputs.")
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(0.6 + 4.6 * columns, 0.3 * len(groups) + 3.6 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    drawn: dict[str, Artist] = {}
+    for axes, (name, by) in zip(grid.flat, panels, strict=False):
+        found, index = groups[name], list(groups).index(name)
+        own = [group for group in found.groups if group.by == by]
+        if len(own) > _MAX_GROUPS:
+            own = sorted(own, key=lambda group: group.coverage)[:_MAX_GROUPS]
+        places = np.arange(len(own))
+        style = line_style(index, marker_size=5) | {"linestyle": "none"}
+        low, high = [group.low for group in own], [group.high for group in own]
+        axes.vlines(places, low, high, color=style["color"], alpha=0.35, linewidth=2)
+        risk = found.missing
+        label = name if risk is None else f"{name} (ERT {risk.value:.3f} ± {2 * risk.error:.3f})"
+        (drawn[label],) = axes.plot(places, [group.coverage for group in own], label=label, **style)
+        axes.axhline(found.level, color=GREY, linewidth=1, linestyle=REFERENCE)
+        axes.set_xticks(places, [group.name for group in own], rotation=30, ha="right")
+        axes.set(xlabel=by.replace("_", " ") + (f", {name}" if len(groups) > 1 else ""))
+        axes.yaxis.set_major_formatter(FuncFormatter(percent))
+        clean(axes)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.remove()
+    for row in grid:
+        row[0].set_ylabel("share of right answers inside")
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", frameon=False)
     return figure
 
 

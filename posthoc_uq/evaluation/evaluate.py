@@ -117,6 +117,7 @@ class Evaluation(Measurements):
             "quality": self.metrics,
             "promised": self.promised,
             "promised by class": self.promised_by_class,
+            "coverage by group": {row: found.to_dict() for row, found in self.coverage_by_group.items()},
             "selective": self.selective,
             "foreign": self.foreign,
             "thresholds": thresholds,

@@ -15,8 +15,17 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.tables import decimals
 from posthoc_uq.evaluation import metrics
-from posthoc_uq.evaluation.promised import promised, promised_by_class
+from posthoc_uq.evaluation.groups import GroupedCoverage
+from posthoc_uq.evaluation.promised import (
+    ERT,
+    ERT_ERROR,
+    coverage_by_group,
+    coverages,
+    promised,
+    promised_by_class,
+)
 from posthoc_uq.heads.referral import Referral
+from posthoc_uq.likelihoods.conformal import Coverage
 from posthoc_uq.likelihoods.prediction import Prediction, score_of
 from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
@@ -86,6 +95,15 @@ MEASURES = {
         "Share of right answers inside promised sets or intervals. On average at least the level.",
         None,
     ),
+    ERT: Measure(
+        "Excess risk of the target coverage: by how much, at least, right answers are inside less often than promised "
+        "where inputs look alike by their scores, sizes and predictions, mean over all inputs. About 0 where the "
+        "promise holds everywhere; it fails for some inputs where this is more than two standard errors above 0.",
+        False,
+    ),
+    ERT_ERROR: Measure("How far off by chance that is.", None),
+    "at least": Measure("The lower end of the 95 % interval of a coverage, given so few inputs.", None),
+    "at most": Measure("Its upper end. Below the level the group is covered too little.", None),
     "set size": Measure("Mean number of classes in those sets.", None),
     "interval width": Measure("Mean width of those intervals, in the target's units.", None),
     "mean deviance": Measure(
@@ -222,7 +240,7 @@ class Example:
     label: int | None
 
 
-_MAX_CLASSES = 10  # in a table
+_MAX_CLASSES, _MAX_GROUPS = 10, 6  # in a table
 _OF_OTHERS = ("novelty", "functional_variance")
 """Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
 ReportTable = tuple[list[str], list[list[Any]]]
@@ -302,20 +320,34 @@ class Measurements:
     @cached_property
     def promised(self) -> dict[str, dict[str, float]]:
         """By row with held-out scores: coverage and mean size of the sets, or width of the intervals, that it promises,
-        at the levels of 80, 90 and 95 % that there are enough scores for.
+        at the levels of 80, 90 and 95 % that there are enough scores for; and of `coverage_by_group` the excess risk.
         """
-        found = {row: promised(by_set[FAMILIAR], self.targets) for row, by_set in self.predictions.items()}
-        return {row: values for row, values in found.items() if values}
+        grouped = self.coverage_by_group
+        return {row: promised(found, grouped.get(row)) for row, found in self._coverages.items() if found}
 
     @cached_property
     def promised_by_class(self) -> dict[str, dict[str, dict[str, float]]]:
         """By row with held-out scores, and class: `promised` of its inputs."""
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for row, by_set in self.predictions.items():
-            by_class = promised_by_class(by_set[FAMILIAR], self.targets)
+        for row, kept in self._coverages.items():
+            by_class = promised_by_class(kept)
             if by_class:
                 found[row] = {self.class_name(own): values for own, values in by_class.items()}
         return found
+
+    @cached_property
+    def coverage_by_group(self) -> dict[str, GroupedCoverage]:
+        """By row with held-out scores: where its promise of 90 %, or of 80 % where those are too few, fails."""
+        grouped = {
+            row: coverage_by_group(self._test(row), kept, self.class_names)
+            for row, kept in self._coverages.items()
+        }
+        return {row: found for row, found in grouped.items() if found is not None}
+
+    @cached_property
+    def _coverages(self) -> dict[str, dict[float, Coverage]]:
+        """By row and level, what is kept of promises."""
+        return {row: coverages(by_set[FAMILIAR], self.targets) for row, by_set in self.predictions.items()}
 
     def class_name(self, index: int) -> str:
         """What a class is called."""
@@ -433,11 +465,20 @@ class Measurements:
         by_title["Promised sets by class, the least covered first"] = _table(
             {row: _least_covered(by_class) for row, by_class in self.promised_by_class.items()}, "class"
         )
+        by_title["Coverage of promises by group, the surest failures first"] = self._groups_table()
         by_title["Leaving the least certain inputs to a person"] = _table(
             self._by_scores_of_errors(), "score"
         )
         by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
+
+    def _groups_table(self) -> ReportTable:
+        rows: list[list[Any]] = [
+            [row, f"{100 * found.level:g} %", f"{words(by)} {name}", inputs, coverage, low, high]
+            for row, found in self.coverage_by_group.items()
+            for by, name, inputs, coverage, low, high in found.surest_failures(_MAX_GROUPS)
+        ]
+        return ["model", "level", "group", "inputs", "promised coverage", "at least", "at most"], rows
 
     def _by_scores_of_errors(self) -> dict[str, dict[str, dict[str, float]]]:
         """`selective` without the scores that do not tell where errors are, unless one was asked for."""

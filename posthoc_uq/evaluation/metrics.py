@@ -4,6 +4,7 @@ Every function takes tensors on any device and returns a float, or a named tuple
 fit raises a `PosthocUQError`, a NaN a `NonFiniteError`.
 """
 
+from posthoc_uq.evaluation.groups import ExcessRisk, coverage_excess_risk
 from posthoc_uq.likelihoods.metrics import (
     BINNINGS,
     Binning,
@@ -49,6 +50,7 @@ __all__ = [
     "Binning",
     "CalibrationBins",
     "CoverageCurve",
+    "ExcessRisk",
     "RiskCoverage",
     "Tail",
     "accuracy",
@@ -56,6 +58,7 @@ __all__ = [
     "calibration_bins",
     "classwise_calibration_error",
     "coverage_curve",
+    "coverage_excess_risk",
     "crps_gaussian",
     "expected_calibration_error",
     "f1_score",

@@ -308,7 +308,8 @@ class MultilabelPrediction(LogitsPrediction):
         """See `Prediction`: an entry for every label that applies."""
         chosen = self.set(level)
         inputs, labels = (targets > 0).nonzero(as_tuple=True)
-        return Coverage(as_double(chosen[inputs, labels]), as_double(chosen.sum(1))[inputs], labels, SET_SIZE)
+        covered, sizes = as_double(chosen[inputs, labels]), as_double(chosen.sum(1))[inputs]
+        return Coverage(covered, sizes, inputs, labels, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy."""

@@ -427,7 +427,8 @@ class ClassPrediction(LogitsPrediction):
         """See `Prediction`."""
         chosen, labels = self.set(level, allow_empty=allow_empty), self.labels(targets)
         covered = chosen.gather(1, labels[:, None])[:, 0]
-        return Coverage(as_double(covered), as_double(chosen.sum(1)), labels, SET_SIZE)
+        inputs = torch.arange(len(self), device=labels.device)
+        return Coverage(as_double(covered), as_double(chosen.sum(1)), inputs, labels, SET_SIZE)
 
     def mistakes(self, targets: Tensor) -> Tensor:
         """(batch,), bool: which predicted classes are wrong."""

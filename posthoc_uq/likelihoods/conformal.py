@@ -74,12 +74,14 @@ class Coverage(NamedTuple):
             all have where they are promised jointly.
         sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
             they take long.
+        inputs: (entries,), int64: the input of each.
         classes: (entries,), int64: the class or label; None of values and of positions.
         unit: of the sizes: `SET_SIZE` or `INTERVAL_WIDTH`.
     """
 
     covered: Tensor
     sizes: Tensor
+    inputs: Tensor
     classes: Tensor | None
     unit: str
 

@@ -374,7 +374,8 @@ class PositionPrediction(Prediction):
         counts = counted.reshape(held.shape).sum(1)
         some = counts > 0
         shares, sizes = (as_double(part.sum(1)[some]) / as_double(counts[some]) for part in (held, sizes))
-        return Coverage(as_double(shares >= level - 1e-9), sizes, None, SET_SIZE)
+        inputs = some.nonzero()[:, 0]
+        return Coverage(as_double(shares >= level - 1e-9), sizes, inputs, None, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""

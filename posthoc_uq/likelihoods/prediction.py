@@ -511,13 +511,14 @@ class Prediction(ABC):
         within = as_double(found.scores <= promises.bounds(found.kind, level, found.scores.shape[1]))
         assert promises.targets is not None  # `bounds` found them
         covered = within.amin(1) if len(promises.targets.scores) == 1 else within.mean(1)
+        inputs = torch.arange(len(self), device=covered.device)
         if not widths:
-            return Coverage(covered, covered.new_empty(0), None, INTERVAL_WIDTH)
+            return Coverage(covered, covered.new_empty(0), inputs, None, INTERVAL_WIDTH)
         # bounds by a distribution function are found by bisection
         step = 1 if found.kind == "deviation" else -(-len(self) // _MAX_WIDTHS)
         some: Any = self.picked(slice(None, None, step))
         low, high = map(as_double, some.interval(level))
-        return Coverage(covered, (high - low).reshape(len(some), -1).mean(1), None, INTERVAL_WIDTH)
+        return Coverage(covered, (high - low).reshape(len(some), -1).mean(1), inputs, None, INTERVAL_WIDTH)
 
     def mistakes(self, targets: Tensor) -> Tensor | None:
         """(batch,), bool: which predicted classes are wrong; None where not each input has one class."""
