@@ -18,8 +18,7 @@ from matplotlib.text import Text
 from torch import Tensor
 
 from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
-from posthoc_uq.evaluation import metrics, plots
-from posthoc_uq.evaluation.groups import CoverageGroup, ExcessRisk, GroupedCoverage
+from posthoc_uq.evaluation import CoverageGroup, ExcessRisk, GroupedCoverage, metrics, plots
 
 
 def classified(scale: float) -> tuple[Tensor, Tensor]:

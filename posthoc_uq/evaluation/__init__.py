@@ -7,8 +7,9 @@ from typing import Any
 
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.evaluate import Evaluation, evaluate
+from posthoc_uq.evaluation.groups import CoverageGroup, ExcessRisk, GroupedCoverage
 
-__all__ = ["Evaluation", "evaluate", "metrics"]
+__all__ = ["CoverageGroup", "Evaluation", "ExcessRisk", "GroupedCoverage", "evaluate", "metrics"]
 
 
 def __getattr__(name: str) -> Any:
