@@ -269,7 +269,38 @@ def after_a_change() -> uq.Posterior:
     return update(Unread(), own)
 
 
+def moved(**options: Any) -> uq.Posterior:
+    """A mean that is to move, of a regression unless said."""
+    y = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"method": "full", "layers": "last", "likelihood": "regression"} | options
+    targets = Y if settings["likelihood"] == "classification" else y
+    own = fit(settings.pop("model", None), [(X, targets)], **settings)
+    return update([X] if options.get("fisher") == "exact" else Unread(), own, mean=True)
+
+
+class Summed(nn.Module):
+    """Adds its inputs to what a last layer gives, so that its outputs are not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + x[:, :3]
+
+
+def moved_within() -> uq.Posterior:
+    own = fit(Summed(), [(X, X[:, :3] * 2)], method="full", layers=["body.2"], likelihood="regression")
+    return update([(X, X[:, :3] * 2)], own, mean=True)
+
+
 UPDATES = {
+    "a mean of classes": Row(lambda: moved(likelihood="classification"), "likelihood='classification'; train"),
+    "a mean by INF": Row(lambda: moved(method="inf"), "method='inf' with fisher='exact'; train"),
+    "a mean of drawn labels": Row(lambda: moved(fisher="mc"), "fisher='mc'; train the network on"),
+    "a mean of two layers": Row(lambda: moved(layers="all"), "covers 2 layers; train the network on"),
+    "a mean of a layer within": Row(moved_within, "does not give the model's outputs"),
+    "a mean without targets": Row(lambda: moved(fisher="exact"), "needs targets"),
     "Kronecker factors without Grams": Row(lambda: update(Unread(), posterior("kfac")), "keep_grams=True"),
     "a path to update": Row(lambda: update(DATA, "posterior.h5"), "takes a posterior"),
     "no more data": Row(lambda: update([]), "no batch"),

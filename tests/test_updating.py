@@ -176,6 +176,100 @@ def test_a_regression_keeps_its_noise() -> None:
     assert posterior.evidence.squared_residuals == pytest.approx(wanted.evidence.squared_residuals)
 
 
+class Regression:
+    """A network whose last layer is at the maximum of its posterior, and the closed form of that."""
+
+    noise, prior = torch.tensor([0.1, 0.3], dtype=torch.float64), 2.5
+
+    def __init__(self) -> None:
+        self.old, self.new = self.points(40, 0), self.points(30, 1)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+        best, last = self.best([self.old]), self.model[2]
+        with torch.no_grad():
+            last.weight.copy_(best[:, :-1])  # type: ignore[operator, union-attr]
+            last.bias.copy_(best[:, -1])  # type: ignore[operator, union-attr]
+
+    @staticmethod
+    def points(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+        clean = torch.stack([x[:, 0].sin() + x[:, 1], x[:, 2]], 1)
+        return x, clean + 0.3 * torch.randn(samples, 2, generator=generator, dtype=torch.float64)
+
+    def rows(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self.model[:2](x), x.new_ones(len(x), 1)], 1)
+
+    def best(self, data: Batches) -> Tensor:
+        """Weights and bias, ``(outputs, 7)``."""
+        x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+        rows, eye = self.rows(x), torch.eye(7, dtype=torch.float64)
+        solved = [
+            torch.linalg.solve(rows.T @ rows / noise + self.prior * eye, rows.T @ column / noise)
+            for column, noise in zip(y.T, self.noise, strict=True)
+        ]
+        return torch.stack(solved)
+
+    def fitted(self, method: Any, **options: Any) -> uq.Posterior:
+        settings = {"layers": "last", "likelihood": "regression", "noise_variance": self.noise.tolist()}
+        return uq.fit(
+            self.model, [self.old], method, prior_precision=self.prior, progress=False, **settings, **options
+        )
+
+
+def matrix_of(posterior: uq.Posterior) -> Tensor:
+    return torch.cat([posterior.mean["2.weight"], posterior.mean["2.bias"].unsqueeze(1)], 1).detach()
+
+
+@pytest.mark.parametrize("method", ["full", "kfac"])
+def test_the_mean_of_a_last_layer_is_that_of_all_data(method: str, tmp_path: Path) -> None:
+    case = Regression()
+    posterior = case.fitted(METHODS_THAT_CAN[method](dtype=torch.float64))
+    stays = update(posterior, [case.new])
+    assert torch.equal(matrix_of(stays), matrix_of(posterior)) and not stays.trained_mean
+    assert "the mean is still the network's weights" in str(stays.report())
+    with Watch(case.model):
+        moved = update(posterior, [case.new], mean=True)
+    wanted = case.best([case.old, case.new])
+    torch.testing.assert_close(matrix_of(moved), wanted, rtol=0, atol=1e-12)
+    assert (wanted - matrix_of(posterior)).abs().max() > 0.02
+    assert "the mean moved with them" in str(moved.report())
+    uq.save(moved, tmp_path / "moved.h5")
+    x = case.new[0][:5]
+    for each in (moved, uq.load(tmp_path / "moved.h5", case.model)):
+        found = uq.wrap(case.model, each)(x)
+        torch.testing.assert_close(found.mean, case.rows(x) @ wanted.T)
+        torch.testing.assert_close(found.variance, uq.wrap(case.model, stays)(x).variance)
+        drawn = uq.wrap(case.model, each, "sampling", n_samples=2000)(x).mean
+        torch.testing.assert_close(drawn, found.mean, rtol=0, atol=0.03)
+    back = update(moved, [case.new], mean=True, remove=True)
+    torch.testing.assert_close(matrix_of(back), matrix_of(posterior), rtol=0, atol=1e-12)
+    assert back.history.changes.moved == 2
+    with pytest.raises(uq.PosthocUQError, match="an update moved the mean"):
+        back.log_marginal_likelihood()
+
+
+def test_a_mean_moves_by_bayes_rule_whatever_it_was() -> None:
+    """From natural parameters: of weighted samples, at another noise and scale, after an update that left it."""
+    case, counts = Regression(), torch.arange(30.0, dtype=torch.float64) % 3
+    posterior = case.fitted("full").with_settings(noise_scale=2.0, scale=20.0)
+    posterior = update(posterior, [case.points(10, 3)])
+
+    def precision(of: uq.Posterior) -> Tensor:
+        units = torch.eye(14, dtype=torch.float64).reshape(14, 1, 2, 7)
+        return torch.linalg.inv(of.quadratic({"2": units}))
+
+    moved = update(posterior, [case.new], mean=True, batch_to_weights=lambda _: counts)
+    x, y = case.new
+    each = counts.unsqueeze(1) * posterior.scale / posterior.evidence.total
+    field = (y * each / (2 * case.noise)).T @ case.rows(x)
+    natural = precision(posterior) @ matrix_of(posterior).flatten() + field.flatten()
+    wanted = torch.linalg.solve(precision(moved), natural).reshape(2, 7)
+    torch.testing.assert_close(matrix_of(moved), wanted, rtol=0, atol=1e-10)
+    assert "the mean moved in 1 of them" in str(moved.report())
+
+
 def test_without_labels() -> None:
     model = make_net()
     posterior = update(fit(model, OLD, "diag"), [x for x, _ in NEW])

@@ -323,7 +323,9 @@ class Description(Record):
         classes, samples = [BLOCKS[kind] for kind in sorted(kinds)], self.evidence.samples
         if any(block.attributes.get("samples", samples) != samples for block in self.blocks.values()):
             raise ValueError("has variances of another number of samples than the fit saw")
-        if self.trained_mean and not all(kind.trained for kind in classes):
+        changes = self.history.changes
+        moved = changes is not None and changes.moved > 0
+        if self.trained_mean and not moved and not all(kind.trained for kind in classes):
             raise ValueError(f"has a trained mean, which method={self.method!r} does not give")
         if self.prior != PriorRecord() and not all("prior_precision" in kind.tunable for kind in classes):
             raise ValueError("has a prior of single weights, and its blocks have no prior")

@@ -25,6 +25,7 @@ from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.sweep import WORD, DataHash
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import proved_task
+from posthoc_uq.fitting.moved_mean import MeanGradient, check_exact
 from posthoc_uq.fitting.tune import model_of, tell_returned
 from posthoc_uq.layers.proof import Exactly
 from posthoc_uq.methods import Method, method_of
@@ -44,6 +45,7 @@ def update(
     loader: Iterable[Any],
     *,
     remove: bool = False,
+    mean: bool = False,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
@@ -57,6 +59,10 @@ def update(
     bases: what they store in them is exact, and `Posterior.report` says how much of the new data is outside. All
     other posteriors are refused.
 
+    The mean stays: it is the network's weights, so that predictions keep their mean and only their variances change.
+    Train the network on and fit again where they must move; or pass `mean`, where a step of training is not needed.
+    (`MessagePassing` has a mean of its own, which moves.)
+
     Model, bases and hyperparameters stay; only the scale follows the number of samples. Promises and the moments
     head's calibration are cleared, with a warning. The new posterior has no novelty by class, which is no sum
     over the data: ``predictor.novelty(x, of="top")`` asks the posterior itself. `history.changes` counts what came
@@ -67,6 +73,11 @@ def update(
         loader: batches as in `fit`; in a process group, each process passes its part.
         remove: take the data out. They must have been in, with the same bytes; a posterior cannot recognise its data,
             but refuses those that would leave a negative statistic or no sample.
+        mean: move the mean, too: of a regression by ``"full"`` or ``uq.KFAC(keep_grams=True)`` over the last layer
+            alone, whose features stay. By Bayes' rule the result is exact: that of all data in closed form, where the
+            layer was trained to the maximum of its posterior. The new posterior has this mean, as
+            `Posterior.trained_mean`, and its predictors use it, after saving and loading, too; the model keeps its
+            weights.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         batch_to_weights: as in `fit`; a sample that came in with a weight goes out with it, or in part.
@@ -77,17 +88,18 @@ def update(
         PosteriorMismatchError: the model's weights are no longer those of the fit, or change meanwhile; or it uses
             other layers.
         PosthocUQError: the method cannot add data up; or the data do not fit, or cannot all have been in, or are so
-            large that what is known would be lost to rounding.
+            large that what is known would be lost to rounding; or `mean` is set and would not be exact.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"update takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     remove, progress = check_option("remove", remove, bool), bars_shown(progress)
+    mean = check_option("mean", mean, bool)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
 
     with on_all_ranks("update"), steady(model_of(posterior), call="update"):
-        new, warnings = _updated(posterior, loader, remove, reader, progress)
+        new, warnings = _updated(posterior, loader, remove, mean, reader, progress)
     if posterior.evidence.weight is not None and batch_to_weights is None:
         warnings.append(
             "The samples of this posterior have weights, and those of this call count once each; pass "
@@ -100,15 +112,19 @@ def update(
 
 
 def _updated(
-    posterior: Posterior, loader: Iterable[Any], remove: bool, reader: BatchReader, progress: bool
+    posterior: Posterior, loader: Iterable[Any], remove: bool, mean: bool, reader: BatchReader, progress: bool
 ) -> tuple[Posterior, list[str]]:
     """The new posterior, and what to warn of."""
     method = method_of(posterior.method)
     method.check_update(posterior)
     if reader.batch_to_weights is not None:
         method.check_weights()
-    _check_possible(posterior, loader)
+    moves_itself = method.trains
+    if mean and not moves_itself:
+        check_exact(posterior)
+    _check_possible(posterior, loader, method)
     task = _prepared(posterior, loader, method, reader, progress)
+    gradient = MeanGradient(posterior, task) if mean and not moves_itself else None
     content = DataHash()
     task.observers.append(content)
     try:
@@ -119,11 +135,13 @@ def _updated(
             f"samples that were fitted or added, unchanged."
         ) from None
     task.observe()
+    if gradient is not None:
+        new = gradient.moved(new, remove)
     check_numbers(new)
     check_settings(new, factorised=True)
     parts = gather((content.samples, content.total), "counting the samples of update")
     samples, total = sum(part[0] for part in parts), sum(part[1] for part in parts) % WORD
-    new = new.replaced(history=_cleared(_recorded(new.history, samples, total, remove)))
+    new = new.replaced(history=_cleared(_recorded(new.history, samples, total, remove, mean or moves_itself)))
     warnings = _warnings_of_cleared(posterior.history)
     if posterior.features is not None and new.features is None:
         warnings.append(
@@ -137,14 +155,14 @@ def _updated(
     return new, warnings
 
 
-def _check_possible(posterior: Posterior, loader: Iterable[Any]) -> None:
+def _check_possible(posterior: Posterior, loader: Iterable[Any], method: Method) -> None:
     """The checks that need no pass of the model."""
     if torch.is_inference_mode_enabled():
         raise PosthocUQError(
             "New data need gradients, which torch.inference_mode() does not allow; call this outside of it."
         )
     check_loader(loader)
-    check_reusable(loader, 2 if posterior.trained_mean else 1)
+    check_reusable(loader, 2 if method.trains else 1)
     check_unchanged(posterior)
     check_differentiable(model_of(posterior))
 
@@ -175,9 +193,9 @@ def _prepared(
     return task
 
 
-def _recorded(history: History, samples: int, content: int, remove: bool) -> History:
+def _recorded(history: History, samples: int, content: int, remove: bool, moved: bool) -> History:
     """The history with one more change of the data; the record has the same size after any number of them. `content` is
-    the sum of the hashes of the samples modulo 2^64.
+    the sum of the hashes of the samples modulo 2^64, `moved` whether the mean moved.
     """
     before = history.changes or NO_CHANGES
     if remove:
@@ -190,6 +208,7 @@ def _recorded(history: History, samples: int, content: int, remove: bool) -> His
         digest=sha256(line.encode()).hexdigest(),
         balance=(before.balance + (-content if remove else content)) % WORD,
         last=0 if remove else content,
+        moved=before.moved + moved,
     )
     return replace(history, changes=changes)
 

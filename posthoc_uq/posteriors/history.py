@@ -300,6 +300,7 @@ class ChangesRecord(Record):
         digest: of all changes in their order.
         balance: the sum of the hashes of the samples that came in less that of those that went out.
         last: the sum of the hashes of the samples of the last update.
+        moved: how many of all changes moved the mean, too.
         outside: of a posterior with fixed bases the share of the Fisher of the last update's data that is outside of
             them.
         outside_before: the same of the Fisher of the data before.
@@ -312,6 +313,7 @@ class ChangesRecord(Record):
     digest: Digest
     balance: Hash
     last: Hash
+    moved: Natural = 0
     outside: Unit | None = None
     outside_before: Annotated[Unit | None, Field(alias="outside before")] = None
 

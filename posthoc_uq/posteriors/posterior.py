@@ -368,6 +368,7 @@ class Posterior:
         evidence: Evidence | None = None,
         history: History | None = None,
         settings: Hyperparameters | None = None,
+        trained_mean: Mapping[str, Tensor] | None = None,
     ) -> Posterior:
         """A posterior of the same layers, weights and prior with other blocks; what is not given is that of this one,
         but for statistics of the data (`features`), which belong to its blocks.
@@ -381,7 +382,7 @@ class Posterior:
             self.likelihood,
             evidence or self.evidence,
             history or self.history,
-            trained_mean=self.trained_mean,
+            trained_mean=trained_mean or self.trained_mean,
             settings=settings or self.settings,
             model=self.model,
             proof=self.proof,

@@ -144,6 +144,12 @@ def described_changes(changes: ChangesRecord) -> str:
     ):
         if count:
             parts.append(f"{count} {word}{'' if count == 1 else 's'} {verb} {samples} samples")
+    if not changes.moved:
+        parts.append("the mean is still the network's weights")
+    elif changes.moved < changes.updates + changes.removals:
+        parts.append(f"the mean moved in {changes.moved} of them")
+    else:
+        parts.append("the mean moved with them")
     if changes.outside is not None:
         before = "" if changes.outside_before is None else f" ({changes.outside_before:.1%} of that before)"
         parts.append(

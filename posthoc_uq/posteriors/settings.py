@@ -62,8 +62,8 @@ class Evidence:
         """The log likelihood with every noise variance multiplied by `noise_scale`."""
         if self.log_likelihood is None:
             raise PosthocUQError(
-                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels; "
-                "fit with a loader that yields (inputs, targets)."
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels, "
+                "or an update moved the mean; fit with a loader of (inputs, targets)."
             )
         if self.targets == 0:
             return self.log_likelihood
