@@ -39,7 +39,7 @@ from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.sweep import WORD
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
-from posthoc_uq.fitting.held_out import HeldOutLoss, most_probable_factor
+from posthoc_uq.fitting.held_out import TemperatureLosses, centre_of, most_probable_factor
 from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
@@ -236,11 +236,14 @@ def calibrated(
             moments: Any = predictor
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
-        measured = _measured(predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor)
+        retunes = share is not None and tuned.likelihood.logits
+        measured, losses = _measured(
+            predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor, retunes=retunes
+        )
         promising = tuned.noted(promises=measured)
-        if share is None or not tuned.likelihood.logits or measured.kind == "positions":
+        if not retunes or measured.kind == "positions":
             return promising
-        return _retuned(promising, measured, predictor, data, reader)
+        return _retuned(promising, measured, losses)
 
 
 def _with_head(
@@ -280,35 +283,19 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     return new.replaced(history=replace(new.history, trials=searched))
 
 
-def _retuned(
-    posterior: Posterior, measured: ConformalScores, predictor: Predictor, data: _HeldOut, reader: BatchReader
-) -> Posterior:
+def _retuned(posterior: Posterior, measured: ConformalScores, losses: TemperatureLosses) -> Posterior:
     """The posterior at the temperature that all held-out labels find most probable. Its promises still go by the scores
     at the one that the tuning part found: by all labels, each score would depend on the labels that promise.
 
     Labels of positions are many, so that half of them are enough.
     """
-    loss = HeldOutLoss(data.all_samples, predictor, reader, seed=data.seed, tempered=True)
-    temperature = loss.evaluate(posterior.settings).settings.temperature
+    temperature = losses.most_probable(centre_of(posterior, "temperature"))
     if temperature == posterior.temperature:
         return posterior
     settings = replace(posterior.settings, temperature=temperature)
     promises = measured.changed(retuned={"temperature": temperature})
     how = {"temperature": "NLL of all held-out labels, and a prior around 1 with a heavy tail above it"}
     return posterior.at(settings).noted(promises=promises, tuning=how)
-
-
-class _AllSamples:
-    """All batches of held-out data, those that tune and those that promise."""
-
-    def __init__(self, data: _HeldOut) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (batch for batch, _ in self._data.batches())
 
 
 class _HeldOut:
@@ -335,11 +322,6 @@ class _HeldOut:
         self._bound: int | None = None
         self._content = 0  # the sum of all hashes, by which every pass is compared with the first
         self.samples = self.tuning = 0
-
-    @property
-    def all_samples(self) -> _AllSamples:
-        """The batches of all samples."""
-        return _AllSamples(self)
 
     @property
     def all_in_both(self) -> bool:
@@ -446,9 +428,10 @@ def _measured(
     progress: bool,
     *,
     all_promise: bool,
-) -> ConformalScores:
+    retunes: bool,
+) -> tuple[ConformalScores, TemperatureLosses]:
     """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
-    all samples.
+    all samples. With `retunes` also the losses at every temperature, if outputs have no positions.
 
     Raises:
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
@@ -460,11 +443,17 @@ def _measured(
     of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
     kind: TargetScore | None = None
     classes: int | None = None
+    losses = TemperatureLosses()
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         if data.samples or data.joins:  # else as many batches as the loader has, all as large as the first
             bar.total, bar.batches = data.samples or bar.total, 0
         for batch, tunes in data.batches():
-            prediction = predictor(batch).to("cpu")
+            distribution: Any = None
+            if retunes:
+                distribution = predictor.distribution(batch)
+                prediction = predictor.prediction_for(batch, distribution).to("cpu")
+            else:
+                prediction = predictor(batch).to("cpu")
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):
                 raise PosthocUQError(
@@ -476,9 +465,11 @@ def _measured(
                 counting.append(alone[1])
             tuning.append(tunes)
             kept = torch.ones_like(tunes) if all_promise or data.all_in_both else ~tunes
-            given = cast(Tensor, batch.targets).cpu().clone()
-            predictor.posterior.likelihood.check(prediction.outputs_mean, given)
-            targets = prediction.fitting(given)
+            given = cast(Tensor, batch.targets)
+            predictor.posterior.likelihood.check(prediction.outputs_mean, given.cpu())
+            if retunes := retunes and prediction.kind != "positions":
+                losses.add(predictor, distribution, given.clone())
+            targets = prediction.fitting(given.cpu().clone())
             if (mistakes := prediction.mistakes(targets)) is not None:
                 wrong.append(mistakes)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
@@ -526,7 +517,7 @@ def _measured(
             regularisation=regularisation,
             shares=list(SHARES) if kind == "positions" else None,
         )
-    return ConformalScores(
+    found_scores = ConformalScores(
         inputs=of_inputs_kept.inputs,
         tails=of_inputs_kept.tails,
         samples=len(second) if all_promise else int(second.sum()),
@@ -538,6 +529,7 @@ def _measured(
         wrong=mistaken,
         counted=of_counted_kept,
     )
+    return found_scores, losses
 
 
 def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:

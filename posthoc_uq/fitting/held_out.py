@@ -114,6 +114,41 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
     return 10.0 ** float(decades[np.argmin(curve(decades) + penalties)])
 
 
+def centre_of(posterior: Posterior, name: str) -> float:
+    """The most probable temperature, or noise scale, before any held-out label is seen: that of leave-one-out, or 1."""
+    left_out = posterior.history.left_out
+    found = 1.0 if left_out is None else getattr(left_out, name)
+    return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
+
+
+class TemperatureLosses:
+    """The losses of held-out labels at `_TEMPERATURES`, from the distributions of their outputs, with few draws of
+    these.
+
+    Attributes:
+        labels: how many count.
+    """
+
+    def __init__(self) -> None:
+        self._total = torch.zeros(len(_TEMPERATURES), dtype=torch.float64, device="cpu")
+        self.labels = 0
+
+    def add(self, predictor: Predictor, distribution: Any, targets: Tensor) -> None:
+        """Add those of a batch, whose outputs have this `distribution`."""
+        temperatures: list[float] = (10.0**_TEMPERATURES).tolist()
+        sums = list[Tensor]()
+        for times, made in predictor.fast_predictions(distribution, temperatures):
+            logs = made.log_prob(made.fitting(torch.cat([targets] * times)))
+            sums.append(host_double(logs).reshape(times, -1).sum(1))
+        self._total += torch.cat(sums)
+        self.labels += labelled(predictor.posterior.likelihood, targets)
+
+    def most_probable(self, centre: float) -> float:
+        """The most probable temperature of all, under the prior of `hyperprior_penalty`."""
+        losses: list[float] = (-self._total / max(1, self.labels)).tolist()
+        return _most_probable(losses, self.labels, centre)
+
+
 class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
@@ -240,29 +275,17 @@ class HeldOutLoss(Score):
             return self.temperature
         if self.untempered is None:
             self._mean(predictor, pairs)
-        temperatures: list[float] = (10.0**_TEMPERATURES).tolist()
-        total = torch.zeros(len(temperatures), dtype=torch.float64, device="cpu")
+        losses = TemperatureLosses()
         for distribution, targets in pairs:
-            sums = list[Tensor]()
-            for times, made in predictor.fast_predictions(distribution, temperatures):
-                logs = made.log_prob(made.fitting(torch.cat([targets] * times)))
-                sums.append(host_double(logs).reshape(times, -1).sum(1))
-            total += torch.cat(sums)
-        losses: list[float] = (-total / max(1, self.labels)).tolist()
-        return _most_probable(losses, self.labels, self._centre("temperature"))
+            losses.add(predictor, distribution, targets)
+        return losses.most_probable(centre_of(self.posterior, "temperature"))
 
     def temperature_penalty(self, temperature: float) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
         if not self._tempered:
             return 0.0
-        centre = self._centre("temperature")
+        centre = centre_of(self.posterior, "temperature")
         return hyperprior_penalty(temperature, centre, _HEAVY_SPREAD) / max(1, self.labels)
-
-    def _centre(self, name: str) -> float:
-        """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
-        left_out = self.posterior.history.left_out
-        found = 1.0 if left_out is None else getattr(left_out, name)
-        return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
     def noise_reluctance(self, factor: float) -> float:
         """`hyperprior_penalty` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a
@@ -270,7 +293,7 @@ class HeldOutLoss(Score):
         """
         estimated = self.posterior.likelihood.noise_variance is not None
         return hyperprior_penalty(
-            factor if estimated else max(factor, 1 / factor), self._centre("noise_scale")
+            factor if estimated else max(factor, 1 / factor), centre_of(self.posterior, "noise_scale")
         )
 
     def of_model_alone(self, noise_scale: float) -> float:
@@ -290,7 +313,7 @@ class HeldOutLoss(Score):
         if not self._tempered:
             return self._of_outputs(pairs, noise_scale)
         losses = [self._of_outputs(pairs, noise_scale, 10.0 ** float(decade)) for decade in _TEMPERATURES]
-        centre = self._centre("temperature")
+        centre = centre_of(self.posterior, "temperature")
         best = _most_probable(losses, self.labels, centre)
         penalty = hyperprior_penalty(best, centre, _HEAVY_SPREAD) / max(1, self.labels)
         return self._of_outputs(pairs, noise_scale, best) + penalty

@@ -280,6 +280,7 @@ class Predictor(nn.Module, ABC):
         *("identity", "in_program", "load_state_dict", "needs", "network", "network_of_novelty", "noises"),
         *(
             "output_choice",
+            "prediction_for",
             "prediction_of",
             "promising",
             "refresh",
@@ -467,9 +468,23 @@ class Predictor(nn.Module, ABC):
             )
         return found[0]
 
-    def _answer(self, batch: Batch, *, on_cpu: bool = False) -> Prediction:
+    @reading
+    def prediction_for(self, batch: Batch, distribution: Any) -> Prediction:
+        """The prediction for a batch whose `distribution` is known, as `forward` gives it; novelty takes a plain pass.
+
+        Raises:
+            NonFiniteError: an input's prediction is not finite.
+        """
+        return self._answer(batch, distribution=distribution)
+
+    def _answer(self, batch: Batch, *, on_cpu: bool = False, distribution: Any = None) -> Prediction:
         with self.explaining(batch):
-            prediction = self._predict(batch)
+            if distribution is None:
+                prediction = self._predict(batch)
+            else:
+                novelty = self._known_novelty(batch)
+                prediction = self.promising(self.prediction_of(distribution), distribution)
+                prediction = prediction.with_novelty(novelty)
         if on_cpu:
             # the check waits for no device there; kept for a whole data set, without what novelty takes
             prediction = prediction.to("cpu")
