@@ -227,8 +227,12 @@ def test_covariances_of_a_layers_outputs(case: str) -> None:
     torch.testing.assert_close(of_layer.output_covariance(mean), own, **CLOSE)
     torch.testing.assert_close(of_layer.output_covariance(mean, joint=True), pairs.reshape(30 * OUTPUTS, -1))
     torch.testing.assert_close(of_layer.variances_of(mean), own.diagonal(dim1=1, dim2=2), **CLOSE)
-    columns = normals(30, OUTPUTS, 2, seed=4)
-    torch.testing.assert_close(of_layer.output_product(mean)(columns), own @ columns, **CLOSE)
+    vectors, chosen = normals(30, 2, OUTPUTS, seed=4), torch.tensor([[0, OUTPUTS - 1]]).expand(30, 2)
+    products, like = of_layer.output_products(mean), mean.new_empty(30, OUTPUTS)
+    torch.testing.assert_close(products.times(vectors), vectors @ own, **CLOSE)
+    torch.testing.assert_close(products.with_sum(like), own.sum(2), **CLOSE)
+    centred = own[:, [0, OUTPUTS - 1]] - own.mean(1, keepdim=True)
+    torch.testing.assert_close(products.with_centred(chosen, like), centred, **CLOSE)
     if case not in ("subnetwork", "quadratic forms"):
         inputs = root @ root.mT
         expected = own + torch.einsum("oipj,rij->rop", square, inputs)

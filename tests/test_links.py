@@ -14,7 +14,7 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
-from posthoc_uq.likelihoods import cat, of_covariance, of_product
+from posthoc_uq.likelihoods import OutputCovariance, cat, of_covariance, of_product
 from posthoc_uq.likelihoods.draws import normals
 from posthoc_uq.likelihoods.logits import log_logistic_normal
 
@@ -314,7 +314,7 @@ def test_directions_and_rest_are_a_covariance() -> None:
     alone = across[:, 0] - across[:, 1] - (cross * torch.linalg.solve(inner, cross)).sum(1)
     torch.testing.assert_close(found.rest[:, 0], alone)
     # fewer classes than directions, of which only products are known
-    again = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
+    again = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), OutputCovariance(lambda x: x @ small))
     torch.testing.assert_close(again.root, found.root)
 
 
@@ -330,7 +330,8 @@ def test_fewer_directions_than_are_looked_for(classes: int, dtype: torch.dtype) 
             few = torch.randn(8, classes, rank, generator=generator, dtype=torch.float64)
             covariance = few @ few.transpose(1, 2) + common
             given = covariance.to(dtype)
-            found = of_product(mean.to(dtype), given.diagonal(dim1=1, dim2=2), lambda x, k=given: k @ x)
+            products = OutputCovariance(lambda x, k=given: x @ k)
+            found = of_product(mean.to(dtype), given.diagonal(dim1=1, dim2=2), products)
             whole = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
             limit = 1e-4 if dtype == torch.float32 else 1e-9
             error = (whole.double() - centring @ covariance @ centring).abs().max()

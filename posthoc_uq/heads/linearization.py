@@ -32,7 +32,7 @@ from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.frozen import called
 from posthoc_uq.layers.layer import Call
-from posthoc_uq.likelihoods.draws import LogitCovariance, MatrixProduct, OutputGaussian
+from posthoc_uq.likelihoods.draws import LogitCovariance, OutputCovariance, OutputGaussian
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import Mode
 
@@ -307,14 +307,15 @@ def top_spread(
     variance = others.scatter(1, indices, top_variance)
     centred = others_centred.scatter(1, indices, top_centred)
 
-    def product(part: slice) -> MatrixProduct:
-        def multiply(x: Tensor) -> Tensor:
-            rows = indices[part].unsqueeze(-1).expand(-1, -1, x.shape[2])
-            return (centred[part].unsqueeze(-1) * x).scatter(1, rows, block[part].to(x) @ x.gather(1, rows))
+    def covariance(part: slice) -> OutputCovariance:
+        def multiplied(x: Tensor) -> Tensor:
+            places = indices[part].unsqueeze(1).expand(-1, x.shape[1], -1)
+            of_top = x.gather(2, places) @ block[part].to(x)
+            return (centred[part].unsqueeze(1) * x).scatter(2, places, of_top)
 
-        return multiply
+        return OutputCovariance(multiplied)
 
-    return variance, spread_of(mean.to(centred), centred, product)
+    return variance, spread_of(mean.to(centred), centred, covariance)
 
 
 class Probes(LinearizedOutputs):
@@ -355,11 +356,11 @@ class Probes(LinearizedOutputs):
     def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         variance = self.row_variances()
 
-        def product(part: slice) -> MatrixProduct:
-            root = self._deviations[:, part].permute(1, 2, 0) / len(self._deviations) ** 0.5
-            return lambda x: root.to(x) @ (root.to(x).transpose(1, 2) @ x)
+        def covariance(part: slice) -> OutputCovariance:
+            root = self._deviations[:, part].transpose(0, 1) / len(self._deviations) ** 0.5
+            return OutputCovariance(lambda x: (x @ root.to(x).transpose(1, 2)) @ root.to(x))
 
-        return variance, spread_of(self._rows, variance, product)
+        return variance, spread_of(self._rows, variance, covariance)
 
 
 class OutputsWithGraph(LinearizedOutputs):

@@ -25,7 +25,7 @@ from posthoc_uq.layers.capture import Capture, is_plain
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import Rows
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.draws import LogitCovariance, MatrixProduct, OutputGaussian, of_product
+from posthoc_uq.likelihoods.draws import LogitCovariance, OutputCovariance, OutputGaussian, of_product
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32
 from posthoc_uq.posteriors.covariance import Covariance, Mode
@@ -283,19 +283,21 @@ class LinearizedOutputs(ABC):
             return found.unflatten(0, (self._samples, len(self._places))) if self.sizes else found
 
 
-def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], MatrixProduct]) -> LogitCovariance:
+def spread_of(
+    mean: Tensor, variance: Tensor, covariance: Callable[[slice], OutputCovariance]
+) -> LogitCovariance:
     """`of_product` for a few rows at a time: products with a covariance of many classes are large.
 
     Args:
         mean: ``(rows, classes)``.
         variance: of the same shape.
-        product: gives the multiplication by the covariance of some rows.
+        covariance: of some rows.
     """
     if torch.compiler.is_compiling():
-        return of_product(mean.to(variance), variance, product(slice(None)))
+        return of_product(mean.to(variance), variance, covariance(slice(None)))
     step = max(1, _MAX_SPREAD // mean.shape[1])
     slices = [slice(start, start + step) for start in range(0, len(mean), step)]
-    parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
+    parts = [of_product(mean[part].to(variance), variance[part], covariance(part)) for part in slices]
     return LogitCovariance.cat(parts)
 
 
@@ -514,8 +516,8 @@ class LastLayerOutputs(LinearizedOutputs):
         classes = variance.shape[1]
         sums: list[Tensor] = []
         for part in self._parts():
-            ones = part.new_ones(part.shape[0], classes, 1)
-            sums.append(self._covariance.output_product(part)(ones)[:, :, 0])
+            like = part.new_empty(part.shape[0], classes)
+            sums.append(self._covariance.output_products(part).with_sum(like))
         means = self._result(torch.cat(sums)) / classes
         return (variance - 2 * means + means.mean(1, keepdim=True)).clamp(min=0)
 
@@ -547,5 +549,5 @@ class LastLayerOutputs(LinearizedOutputs):
             # as of independent logits; two classes go by their difference
             factor = 4.0 if classes == 2 else classes / (classes - 1)
             return variance, LogitCovariance(centred.new_zeros(*centred.shape, 0), centred * factor)
-        products = self._covariance.output_product
+        products = self._covariance.output_products
         return variance, spread_of(self._rows, variance, lambda part: products(self._activations[part]))

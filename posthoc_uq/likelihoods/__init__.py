@@ -77,7 +77,7 @@ OFFERED = {
     ),
     "selective": "SCORES tail_of",
     # outputs: drawn, of a known distribution, at positions
-    "draws": "OutputGaussian of_covariance of_product",
+    "draws": "OutputCovariance OutputGaussian of_covariance of_product",
     "labels": "Layout",
 }
 """By file, the names that come on first use."""

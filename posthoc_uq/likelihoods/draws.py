@@ -9,6 +9,7 @@ from math import pi
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
@@ -19,13 +20,9 @@ LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
 """From Gaussian logits to class probabilities; see `posthoc_uq.likelihoods.class_prediction.classes_of_gaussian`."""
 LINK_DRAWS = 256  # default number of draws of the outputs
 
-MatrixProduct = Callable[[Tensor], Tensor]
-"""A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
-
 DIRECTIONS = 5  # common directions, for more than `EXACT` classes
 EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
-_ROUNDS = 1  # of subspace iteration
 _RANK = 1e-12  # share by which the diagonal of a matrix that may be singular is raised, in float64
 _INDEFINITE = (1e-6, 1e-3)  # the same where rounding made a covariance indefinite, one after the other
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
@@ -181,6 +178,70 @@ class OutputGaussian(NamedTuple):
         return spread.at(flat, points).reshape(self.n_draws, *mean.shape)
 
 
+class OutputCovariance:
+    """The covariance of many outputs of some inputs, by its products."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        """
+        Args:
+            product: of vectors ``(batch, vectors, classes)`` with it, to the same shape.
+        """
+        self._product = product
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Its products with vectors ``(batch, vectors, classes)``, in the same shape."""
+        return self._product(vectors)
+
+    def with_sum(self, like: Tensor) -> Tensor:
+        """The covariance of each output with the sum of all, in the shape of `like`, ``(batch, classes)``."""
+        return self.times(torch.ones_like(like).unsqueeze(1))[:, 0]
+
+    def with_centred(self, chosen: Tensor, like: Tensor) -> Tensor:
+        """The covariance of each output with the outputs `chosen`, ``(batch, k)``, less the mean of all outputs, for
+        `like` of shape ``(batch, classes)``: ``(batch, k, classes)``.
+        """
+        units = F.one_hot(chosen, like.shape[1]).to(like)
+        return self.times(units - 1 / like.shape[1])
+
+
+class TurnedOutputCovariance(OutputCovariance):
+    """``U diag(s) U^T + t`` with columns ``U`` that all inputs have in common.
+
+    Args:
+        basis: ``U``, ``(classes, k)``.
+        sums: ``U^T 1``, ``(k,)``.
+        variances: ``s``, ``(batch, k)``.
+        others: ``t``, ``(batch, 1)``; None for none.
+    """
+
+    def __init__(self, basis: Tensor, sums: Tensor, variances: Tensor, others: Tensor | None = None) -> None:
+        self._basis, self._sums, self._variances, self._others = basis, sums, variances, others
+
+    def times(self, vectors: Tensor) -> Tensor:
+        return self._turned_back(
+            (vectors.flatten(0, 1) @ self._basis).unflatten(0, vectors.shape[:2]), vectors
+        )
+
+    def with_sum(self, like: Tensor) -> Tensor:
+        return self._turned_back(self._sums.expand(len(like), 1, -1), torch.ones_like(like).unsqueeze(1))[
+            :, 0
+        ]
+
+    def with_centred(self, chosen: Tensor, like: Tensor) -> Tensor:
+        classes = like.shape[1]
+        turned = self._basis[chosen] - self._sums / classes
+        units = None if self._others is None else F.one_hot(chosen, classes).to(like) - 1 / classes
+        return self._turned_back(turned, units)
+
+    def _turned_back(self, turned: Tensor, vectors: Tensor | None) -> Tensor:
+        """Products of vectors that were turned by ``U^T`` to ``(batch, vectors, k)``."""
+        scaled = turned * self._variances.unsqueeze(1)
+        found = (scaled.flatten(0, 1) @ self._basis.T).unflatten(0, scaled.shape[:2])
+        if self._others is None or vectors is None:
+            return found
+        return torch.addcmul(found, self._others.unsqueeze(1), vectors)
+
+
 def independent(variance: Tensor) -> LogitCovariance:
     """Logits ``(batch, classes)`` without correlations."""
     return LogitCovariance(variance.new_zeros(*variance.shape, 0), variance)
@@ -204,7 +265,8 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
         return _spread(root, (2 * half).expand(-1, 2), None, mean, -root)
     wide = as_double(covariance)
     if classes > EXACT:
-        return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
+        products = OutputCovariance(lambda vectors: as_double(vectors) @ wide)
+        return of_product(mean, covariance.diagonal(dim1=1, dim2=2), products)
     # a NaN stays in its input
     contrasts, of_pairs, unit = _contrasts(classes, wide.dtype, wide.device)
     largest = wide.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY).reshape(-1, 1, 1)
@@ -239,7 +301,7 @@ def _contrasts(classes: int, dtype: torch.dtype, device: torch.device) -> tuple[
         return whole, torch.kron(whole, whole), unit
 
 
-def of_product(mean: Tensor, variance: Tensor, product: MatrixProduct) -> LogitCovariance:
+def of_product(mean: Tensor, variance: Tensor, covariance: OutputCovariance) -> LogitCovariance:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
     ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
     it is exact, for few classes.
@@ -252,40 +314,42 @@ def of_product(mean: Tensor, variance: Tensor, product: MatrixProduct) -> LogitC
     Args:
         mean: ``(batch, classes)``.
         variance: of the same shape.
-        product: of the covariance of the logits, not centred.
+        covariance: of the logits, not centred.
     """
     classes = mean.shape[1]
     if classes <= EXACT:
         units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(mean.shape[0], -1, -1)
-        return of_covariance(mean, product(units))
-    sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
+        return of_covariance(mean, covariance.times(units))
+    sums = as_double(covariance.with_sum(mean)) / classes
     diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
     weights, not_finite = _zero_non_finite_rows(_weights(as_double(mean), diagonal))
-    weights = weights.unsqueeze(-1)
+    broken = not_finite.unsqueeze(2)
 
-    def weighted(x: Tensor) -> Tensor:
-        x = weights * x
-        image = as_double(product((x - x.mean(1, keepdim=True)).to(mean)))
-        return weights * (image - image.mean(1, keepdim=True)).masked_fill(not_finite.unsqueeze(-1), 0.0)
+    def weighted(image: Tensor) -> Tensor:
+        """Images ``(batch, vectors, classes)``, centred and weighted."""
+        image = as_double(image)
+        return ((image - image.mean(2, keepdim=True)) * weights.unsqueeze(1)).masked_fill(broken, 0.0)
 
-    first = weights[:, :, 0].topk(min(DIRECTIONS, classes)).indices
-    basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
-    for _ in range(_ROUNDS):
-        basis = weighted(basis)
-        squares = basis.transpose(1, 2) @ basis
-        inverse, failed = _inverse_root(squares, _RANK * squares.diagonal(dim1=1, dim2=2).amax(1))
-        basis = (basis @ inverse.transpose(1, 2)).masked_fill(failed, 0.0)
-    image = weighted(basis)
-    inner = basis.transpose(1, 2) @ image
+    def multiplied(vectors: Tensor) -> Tensor:
+        vectors = vectors * weights.unsqueeze(1)
+        return weighted(covariance.times((vectors - vectors.mean(2, keepdim=True)).to(mean)))
+
+    top = weights.topk(min(DIRECTIONS, classes))
+    basis = weighted(covariance.with_centred(top.indices, mean)) * top.values.unsqueeze(2)
+    squares = basis @ basis.transpose(1, 2)
+    inverse, failed = _inverse_root(squares, _RANK * squares.diagonal(dim1=1, dim2=2).amax(1))
+    basis = (inverse @ basis).masked_fill(failed, 0.0)
+    image = multiplied(basis)
+    inner = basis @ image.transpose(1, 2)
     # rounding of the product, also of what all logits share and centring removed, may have made it indefinite
     rounding = max(_RANK, 10 * torch.finfo(mean.dtype).eps)
-    trace = (weights[:, :, 0].square() * as_double(variance).masked_fill(not_finite, 0.0)).sum(1)
+    trace = (weights.square() * as_double(variance).masked_fill(not_finite, 0.0)).sum(1)
     inverse, failed = _inverse_root((inner + inner.transpose(1, 2)) / 2, rounding * trace)
-    root = image @ inverse.transpose(1, 2) / weights.clamp(min=torch.finfo(weights.dtype).tiny)
+    root = inverse @ image / weights.clamp(min=torch.finfo(weights.dtype).tiny).unsqueeze(1)
     root = root.masked_fill(failed, 0.0)  # then all of it is taken as independent
     # centring removed 1 / C of the independent part
-    rest = (diagonal - root.square().sum(-1)).clamp(min=0) * (classes / (classes - 1))
-    return _spread(root, rest, not_finite, mean)
+    rest = (diagonal - root.square().sum(1)).clamp(min=0) * (classes / (classes - 1))
+    return _spread(root.transpose(1, 2), rest, not_finite, mean)
 
 
 def _inverse_root(matrices: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.likelihoods.draws import LogitCovariance, normals, normals_like
 
-_MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
+_MAX_NUMBERS = 2**17  # logits at points of one input
+_AT_ONCE = 2**16  # the same of several inputs that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 _BEST = 16  # numbers of a point whose moments are right all the same: the first ones, the most evenly spread
 _LEAST = 32  # points of very many classes
@@ -39,6 +41,7 @@ _SCALE = 0.39420865, 0.22704663, 2.62849082
 _CUBIC = 0.01870954, 1.61791042
 _QUINTIC = -5.5422752e-05, 0.12066785
 _FLAT = 14.0  # a sigmoid's argument from which on it is 0 or 1
+_BITS = 1 / math.log(2)  # of a nat: powers of 2 take a third of the time of exponentials
 
 
 def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
@@ -87,17 +90,23 @@ class SigmoidMean:
             variance: of a shape to which that of the means is broadcast.
         """
         rest = variance / (variance + _SCALE[2])
-        self._scale = (1 + _SCALE[0] * variance + _SCALE[1] * rest).rsqrt()
-        self._cubic = _CUBIC[0] * variance / (variance + _CUBIC[1])
-        self._quintic = _QUINTIC[0] * variance / (variance + _QUINTIC[1])
-        self._variance, self._half = variance, variance / 2
+        # of means in bits
+        square = torch.add(variance * (_SCALE[0] * _BITS**2), rest, alpha=_SCALE[1] * _BITS**2)
+        self._scale = square.add(_BITS**2).rsqrt()
+        self._cubic = variance / (variance + _CUBIC[1]) * _CUBIC[0]
+        self._quintic = variance / (variance + _QUINTIC[1]) * _QUINTIC[0]
+        self.half = variance * (_BITS / 2)
 
-    def at(self, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """``a`` and ``b`` of `logistic_normal`."""
-        inner = torch.maximum(mean, -self._variance - mean).mul_(self._scale).clamp_(-_FLAT, _FLAT)
+    def at(self, raised: Tensor) -> tuple[Tensor, Tensor]:
+        """``a`` and ``b`` with ``E = 2^a b``, as in `logistic_normal`.
+
+        Args:
+            raised: the mean in bits plus `half`.
+        """
+        inner = raised.abs().sub_(self.half).mul_(self._scale).clamp_(-_FLAT, _FLAT)
         square = inner.square()
-        bent = torch.addcmul(self._cubic, self._quintic, square).mul_(square).add_(1)
-        return (mean + self._half).clamp_(max=0), bent.mul_(inner).sigmoid_()
+        bent = (square * self._quintic).add_(self._cubic).mul_(square).add_(1)
+        return raised.clamp(max=0), bent.mul_(inner).sigmoid_()
 
 
 class GaussianLogits(NamedTuple):
@@ -205,7 +214,7 @@ class GaussianLogits(NamedTuple):
         number = likely.shape[1]
         drawn = self.n_draws if number <= _FINE else self._number(number)
         points = self._points(spread.root.shape[2] + number, drawn)
-        step = max(1, _MAX_NUMBERS // (len(points[0]) * number + 16 * mean.shape[1]))
+        step = max(1, _AT_ONCE // (len(points[0]) * number + 8 * mean.shape[1]))
         rows = zip(mean.split(step), spread.split(step), likely.split(step), strict=True)
         found = [_with_tail(*part, *points) for part in rows]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -262,7 +271,7 @@ class GaussianLogits(NamedTuple):
         mean, spread = self._flat()
         rows = [(mean, spread)]
         if not torch.compiler.is_compiling():  # under a tracer the number of rows is a symbol
-            step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
+            step = max(1, _AT_ONCE // (len(points[0]) * mean.shape[1]))
             if step < len(mean):
                 rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with without_autocast(mean.device.type):
@@ -297,43 +306,62 @@ def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: T
     it is memory that so many numbers cost.
     """
     own, logits = _own_and_all(mean, spread, points.T)
-    logs, _ = _integrated(own, logits, spread.rest, None, weights)
-    return (logs.log_softmax(1),)
+    return (_integrated(own, logits, spread.rest, None, weights).logs.log_softmax(1),)
 
 
 def _own_and_all(mean: Tensor, spread: LogitCovariance, points: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each logit given the differences of the others, and the logits, at points ``(numbers, points)``."""
-    root = spread.root if spread.given is None else spread.given
-    return _along(mean, root, points[: root.shape[2]]), _at(mean, spread, points)
+    """The mean of each logit given the differences of the others, and the logits, in bits, at points ``(numbers,
+    points)``.
+    """
+    if spread.given is None:
+        own = _along(mean, spread.root, points[: spread.root.shape[2]], _BITS)
+        return own, _with_own(own, spread, points, _BITS)
+    return _along(mean, spread.given, points, _BITS), _along(mean, spread.root, points, _BITS)
+
+
+class _Integrated(NamedTuple):
+    """See `_integrated`.
+
+    Attributes:
+        logs: of the mean probabilities, ``(batch, classes)``, not normalised.
+        top: the largest logit at each point, ``(batch, 1, points)``, in bits.
+        total: the sum of all exponentials over that of the largest, of the same shape.
+    """
+
+    logs: Tensor
+    top: Tensor
+    total: Tensor
 
 
 def _integrated(
     own: Tensor, logits: Tensor, rest: Tensor, tail: Tensor | None, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Logarithms of the mean probabilities ``(batch, classes)``, not normalised, and of the sum of all exponentials at
-    each point, ``(batch, points)``. The first two are overwritten.
+) -> _Integrated:
+    """Mean probabilities; the first two tensors are overwritten.
 
     Args:
         own: see `_own_and_all`, ``(batch, classes, points)``.
         logits: of the same shape.
         rest: what a logit varies by itself, ``(batch, classes)``.
-        tail: the logarithm of the sum of the exponentials of further classes, ``(batch, 1, points)``.
+        tail: the logarithm of the sum of the exponentials of further classes, ``(batch, 1, points)``, in bits.
         weights: of the points.
     """
-    top, where = logits.detach().max(1, keepdim=True)
-    # the sum over all others, without cancellation where one class has nearly all
-    shares = logits.sub_(top).scatter_(1, where, -math.inf).exp_()
-    below = shares.sum(1, keepdim=True)
+    number = torch.finfo(own.dtype)
+    top = logits.detach().amax(1, keepdim=True)
+    less = -logits.sub_(top).exp2_()
+    below, total = -F.threshold(less, -1.0, 0.0).sum(1, keepdim=True), -less.sum(1, keepdim=True)
     if tail is not None:
-        below = below + (tail - top).exp()
-    total = below + 1
-    others = (total - shares).scatter_(1, where, below).log_()
-    exponent, factor = SigmoidMean(rest.unsqueeze(2)).at(own.sub_(top).sub_(others))
+        others = (tail - top).exp2()
+        below, total = below + others, total + others
+    # The sum over all others: without cancellation where one class has nearly all, of which `below` is the larger one.
+    # Of two classes that are both first it is not.
+    others = torch.maximum(torch.add(less, total, alpha=1 - 4 * number.eps), below).log2_()
+    mean_of = SigmoidMean(rest.unsqueeze(2))
+    exponent, factor = mean_of.at(own.sub_(others).sub_(top).add_(mean_of.half))
     # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
-    tiny = torch.finfo(own.dtype)
-    largest = exponent.detach().amax(2, keepdim=True).clamp(min=tiny.min)
-    mean = (exponent.sub_(largest).exp_() * factor) @ weights
-    return largest.squeeze(2) + mean.clamp(min=tiny.tiny).log(), (total.log() + top).squeeze(1)
+    largest = exponent.detach().amax(2, keepdim=True).clamp(min=number.min)
+    mean = (exponent.sub_(largest).exp2_() * factor) @ weights
+    logs = torch.add(mean.clamp(min=number.tiny).log(), largest.squeeze(2), alpha=1 / _BITS)
+    return _Integrated(logs, top, total)
 
 
 def _by_probit(mean: Tensor, spread: LogitCovariance) -> Tensor:
@@ -364,8 +392,9 @@ def _faults_as_tail(mean: Tensor, spread: LogitCovariance) -> Tensor:
     apart = mean - (probs * known).sum(1, keepdim=True)
     across = (root - probs.unsqueeze(1) @ root).square().sum(2)
     variance = across + (rest * (1 - 2 * probs)).clamp(min=0) + (probs.square() * rest).sum(1, keepdim=True)
-    exponent, factor = SigmoidMean(variance).at(torch.stack([apart, apart + variance]))
-    bound, saturated = exponent.exp_().mul_(factor)
+    mean_of, apart = SigmoidMean(variance), apart * _BITS
+    exponent, factor = mean_of.at(torch.stack([apart + mean_of.half, apart + 3 * mean_of.half]))
+    bound, saturated = exponent.exp2_().mul_(factor)
     return bound * torch.addcmul(saturated, across, across.sqrt(), value=_BEND)
 
 
@@ -398,8 +427,8 @@ def _with_tail(
     tail = whole.unsqueeze(2) + centre @ along + ((bend @ along) * along).sum(1, keepdim=True) / 2
     chosen, of_chosen = _taken(mean, spread, likely)
     own, logits = _own_and_all(chosen, of_chosen, columns)
-    logs, total = _integrated(own, logits, of_chosen.rest, tail, weights)
-    inverse = weights.log() - total
+    logs, top, total = _integrated(own, logits, of_chosen.rest, tail * _BITS, weights)
+    inverse = weights.log() - (total.log2() + top).squeeze(1) / _BITS
     level = inverse.logsumexp(1, keepdim=True)
     shares = (inverse - level).exp()
     centre = (shares @ along.T).unsqueeze(2)
@@ -446,18 +475,20 @@ def _entropy_of(logs: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
 
 def _at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
     """Logits ``(batch, classes, points)`` at points ``(numbers, points)``; operations then run along many points."""
-    directions = spread.root.shape[2]
-    logits = _along(mean, spread.root, points[:directions])
-    if spread.given is not None:
-        return logits
+    logits = _along(mean, spread.root, points[: spread.root.shape[2]])
+    return logits if spread.given is not None else _with_own(logits, spread, points)
+
+
+def _with_own(logits: Tensor, spread: LogitCovariance, points: Tensor, factor: float = 1.0) -> Tensor:
+    """Logits of many classes with what each varies by itself, times a factor."""
     deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().unsqueeze(2)
-    return torch.addcmul(logits, deviations, points[directions:])
+    return torch.addcmul(logits, deviations, points[spread.root.shape[2] :], value=factor)
 
 
-def _along(mean: Tensor, root: Tensor, points: Tensor) -> Tensor:
-    """Logits ``(batch, classes, points)`` along directions, at points ``(directions, points)``."""
+def _along(mean: Tensor, root: Tensor, points: Tensor, factor: float = 1.0) -> Tensor:
+    """Logits ``(batch, classes, points)`` along directions, at points ``(directions, points)``, times a factor."""
     means, rows = mean.reshape(-1, 1), root.flatten(0, 1)
-    return torch.addmm(means, rows, points).unflatten(0, mean.shape)
+    return torch.addmm(means, rows, points, beta=factor, alpha=factor).unflatten(0, mean.shape)
 
 
 def votes(winners: Tensor, classes: int) -> Tensor:
@@ -521,4 +552,5 @@ def _placed_points(
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         points, weights = points_of(width, n_draws)
-        return points.to(device, dtype), weights.to(device, dtype)
+        # operations run along many points
+        return points.T.to(device, dtype).contiguous().T, weights.to(device, dtype)

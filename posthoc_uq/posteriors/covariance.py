@@ -30,6 +30,7 @@ from posthoc_uq.layers.operands import (
     chunks,
     rotate_output_gradients,
 )
+from posthoc_uq.likelihoods.draws import OutputCovariance, TurnedOutputCovariance
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
@@ -393,7 +394,7 @@ class Covariance:
         raise self._cannot("row covariances")
 
     def traceable(self, shape: tuple[int, int, int]) -> Covariance:
-        """The covariance of a layer of one group, of which `output_variance`, `output_covariance` and `output_product`
+        """The covariance of a layer of one group, of which `output_variance`, `output_covariance` and `output_products`
         can be traced for certain inputs: what they compute once is there.
 
         Args:
@@ -407,19 +408,17 @@ class Covariance:
             zeros = torch.zeros(1, inputs, dtype=self.dtype, device=self.device)
             self.output_variance(as_double(zeros).unsqueeze(1))
             self.output_covariance(zeros)
-            self.output_product(zeros)(zeros.new_zeros(1, outputs, 1))
+            self.output_products(zeros).with_sum(zeros.new_zeros(1, outputs))
         return self
 
     def variances_of(self, activations: Tensor) -> Tensor:
         """Variances of the outputs ``(rows, m)`` of a layer of one group, for certain inputs ``(rows, n)``."""
         return self.output_variance(as_double(activations).unsqueeze(1)).squeeze(1)
 
-    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
-        """Multiplication of ``(rows, m, k)`` by the covariance of the outputs of a layer of one group, for certain
-        inputs ``(rows, n)``.
-        """
+    def output_products(self, activations: Tensor) -> OutputCovariance:
+        """The covariance of the outputs of a layer of one group by its products, for certain inputs ``(rows, n)``."""
         covariance = self.output_covariance(activations).to(activations)
-        return lambda x: covariance @ x
+        return OutputCovariance(lambda vectors: vectors @ covariance)
 
     def _cannot(self, what: str) -> PosthocUQError:
         return PosthocUQError(f"A {type(self).__name__} has no {what}.")
@@ -929,9 +928,9 @@ class Independent(Covariance):
         limit = min(self.limit, _CACHE_BYTES) if columns.device.type == "cpu" else self.limit
         return chunks(columns.shape[1], numbers, columns.element_size(), limit)
 
-    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
-        diagonal = (activations.square() @ self.narrow_weights[0].T).unsqueeze(-1)
-        return lambda x: diagonal * x
+    def output_products(self, activations: Tensor) -> OutputCovariance:
+        diagonal = (activations.square() @ self.narrow_weights[0].T).unsqueeze(1)
+        return OutputCovariance(lambda vectors: diagonal * vectors)
 
 
 def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
@@ -1131,17 +1130,15 @@ class Kronecker(Independent):
     def _squares(self, columns: Tensor) -> Tensor:
         return (self.bases[0][0].T @ columns).square_()
 
-    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+    @constant
+    def _basis_sums(self) -> Tensor:
+        """``U_G^T 1`` of a layer of one group, in the activations' precision."""
+        return as_double(self._output_basis[0]).sum(0).to(self.dtype)
+
+    def output_products(self, activations: Tensor) -> OutputCovariance:
         input_basis, output_basis = (basis[0] for basis in self.bases)
-        variances = (self.narrow_weights[0] @ (activations @ input_basis).square().T).unsqueeze(-1)
-
-        def product(x: Tensor) -> Tensor:  # one product for all rows
-            columns = x.transpose(0, 1)  # (m, rows, k)
-            turned = (output_basis.T @ columns.flatten(1)).unflatten(1, columns.shape[1:])
-            found = output_basis @ (variances * turned).flatten(1)
-            return found.unflatten(1, columns.shape[1:]).transpose(0, 1)
-
-        return product
+        variances = (activations @ input_basis).square() @ self.narrow_weights[0].T
+        return TurnedOutputCovariance(output_basis, self._basis_sums, variances)
 
 
 class WideKronecker(Kronecker):
@@ -1214,19 +1211,11 @@ class WideKronecker(Kronecker):
         found = others * unit + (basis * (inside - others).transpose(-1, -2)) @ basis.T
         return joined_rows(found, joint)
 
-    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+    def output_products(self, activations: Tensor) -> OutputCovariance:
         input_basis, output_basis = (basis[0] for basis in self.bases)
-        squares = (activations @ input_basis).square().T
-        inside = (self._inside[0].to(squares) @ squares).unsqueeze(-1)  # (k, rows, 1)
-        others = (self._others[0].to(squares) @ squares).unsqueeze(-1)
-
-        def product(x: Tensor) -> Tensor:  # one product for all rows
-            columns = x.transpose(0, 1)
-            turned = (output_basis.T @ columns.flatten(1)).unflatten(1, columns.shape[1:])
-            found = (output_basis @ ((inside - others) * turned).flatten(1)).unflatten(1, columns.shape[1:])
-            return (found + others * columns).transpose(0, 1)
-
-        return product
+        squares = (activations @ input_basis).square()
+        inside, others = (squares @ each[0].T.to(squares) for each in (self._inside, self._others))
+        return TurnedOutputCovariance(output_basis, self._basis_sums, inside - others, others)
 
 
 class DenseRows(Covariance):

@@ -26,6 +26,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.numerics import cholesky, constant
 from posthoc_uq.layers.operands import TOUCH_COST, Operand, chunks
+from posthoc_uq.likelihoods.draws import OutputCovariance
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -672,26 +673,25 @@ class LowRankDiagonal(Independent):
                 result = result - row @ moments @ row.T
         return result
 
-    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+    def output_products(self, activations: Tensor) -> OutputCovariance:
         if not self.width:
-            return super().output_product(activations)
+            return super().output_products(activations)
         weights = self.weight_rows(slice(None), False)
-        diagonal = (activations.square() @ weights[0].T).unsqueeze(-1)
+        diagonal = (activations.square() @ weights[0].T).unsqueeze(1)
         directions = self._directions(activations[:, None, None], self._scaled(weights))[
             :, 0, 0
         ]  # (rows, a, m)
         basis = self._output_basis[0].to(directions)
 
-        def multiply(x: Tensor) -> Tensor:
-            columns = x.transpose(1, 2).unsqueeze(2)  # (samples, k, 1, m)
+        def multiplied(vectors: Tensor) -> Tensor:
+            columns = vectors.unsqueeze(2)  # (samples, k, 1, m)
             core = torch.matmul(columns * directions.unsqueeze(1), basis).transpose(
                 2, 3
             )  # (samples, k, g, a)
             expanded = torch.matmul(basis, self._solved(core).to(core))  # (samples, k, m, a)
-            reduction = (expanded * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
-            return diagonal * x - reduction.transpose(1, 2)
+            return diagonal * vectors - (expanded * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
 
-        return multiply
+        return OutputCovariance(multiplied)
 
     def _solved(self, cores: Tensor) -> Tensor:
         """``D B^-1 D`` times cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
