@@ -10,6 +10,7 @@ import torch
 from networks import mlp
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
 from watching import Watch
 
 import posthoc_uq as uq
@@ -105,6 +106,72 @@ def test_drawn_weights_are_those_of_the_posterior() -> None:
     torch.testing.assert_close(found, line)
     part = predictor.functional_samples(x[2:4], n_samples=n, generator=_seeded())
     torch.testing.assert_close(part, found[:, 2:4])  # one function, whatever is asked of it
+
+
+class Operations(TorchDispatchMode):
+    """Counts how often a tanh is computed."""
+
+    tanh = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tanh += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["full", "kfac", "inf"])
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_joint_draws_over_candidates(method: str, layers: str) -> None:
+    """Against the dense covariance of all candidates; one seed is one function, however the candidates are divided and
+    however little memory there is.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x = _x(20)
+    posterior = uq.fit(
+        model,
+        [(x, x[:, :2] * 2)],
+        method,
+        layers=layers,
+        likelihood="regression",
+        noise_variance=0.3,
+        prior_precision=3.0,
+        progress=False,
+    )
+    candidates, n = _x(10, seed=3), 600
+    predictor = uq.wrap(model, posterior, "linearized")
+    drawn = predictor.functional_samples(candidates, n_samples=n, generator=_seeded())
+    small = uq.wrap(model, posterior, "linearized", memory_budget=1024)  # two or more draws at once
+    for part, same in zip(candidates.split(4), drawn[:20].split(4, dim=1), strict=True):
+        torch.testing.assert_close(small.functional_samples(part, n_samples=20, generator=_seeded()), same)
+    jacobian, covariance = _dense(model, posterior, candidates)
+    joint = torch.einsum("biw,wv,cjv->bicj", jacobian, covariance, jacobian).reshape(20, 20)
+    found = (drawn - model(candidates).detach()).reshape(n, 20)
+    found = found.T @ found / n
+    deviation = joint.diagonal().sqrt()
+    error = (found - joint) / (deviation.unsqueeze(1) * deviation)
+    assert (
+        error.square().mean().sqrt() < 1.6 / n**0.5
+    )  # that of an empirical correlation is at most sqrt(2 / n)
+    assert error.abs().max() < 8 / n**0.5
+
+
+def test_what_comes_before_the_drawn_weights_runs_once() -> None:
+    passes = dict[int, int]()
+    for n in (3, 30):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        posterior = uq.fit(
+            model,
+            [(_x(20), torch.arange(20) % 2)],
+            "kfac",
+            layers="last",
+            prior_precision=1.0,
+            progress=False,
+        )
+        predictor = uq.wrap(model, posterior, "linearized")
+        with Operations() as watched:
+            predictor.functional_samples(_x(), n_samples=n)
+        passes[n] = watched.tanh
+    assert passes[3] == passes[30] > 0
 
 
 def test_moments_of_many_draws() -> None:

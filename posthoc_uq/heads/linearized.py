@@ -124,11 +124,9 @@ def _foreign() -> Capture:
     raise PosthocUQError("The features are those of another predictor.")
 
 
-def deviations_of(
-    posterior: Posterior, draws: int, generator: torch.Generator, device: torch.device
-) -> dict[str, Tensor]:
-    """Draws of the weights' deviations from the trained ones, by parameter, ``(draws, *shape)``."""
-    drawn = posterior.sample(draws, generator)
+def deviations_of(posterior: Posterior, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Draws of the weights' deviations from the trained ones, one a seed, by parameter, ``(draws, *shape)``."""
+    drawn = posterior.sample_from(seeds)
     return {name: (weights - posterior.mean[name]).to(device) for name, weights in drawn.items()}
 
 
@@ -274,14 +272,22 @@ class LinearizedPredictor(GaussianPredictor):
         return super()._promises_here()
 
     def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `Predictor`."""
-        with self._gradients(False):
-            from posthoc_uq.heads.linearization import function_draws
+        """See `Predictor`; the weights of as many draws at once as memory allows, and what comes before them once."""
+        from posthoc_uq.heads.linearization import function_draws
 
-            network = replicate(self._network)
-            deviations = deviations_of(self._posterior, n, generator, model_device(network))
-            outputs, derivatives = function_draws(network, batch, deviations)
-            return at_least_float32(outputs) + derivatives.to(at_least_float32(outputs))
+        prepared, posterior, found = self._prepared, self._posterior, list[Tensor]()
+        weights = sum(layer.parameters for layer in posterior.layers.values())
+        seeds, at_once = posterior.draw_seeds(n, generator), max(1, prepared.budget // (4 * weights))
+        with self._gradients(False):
+            features = prepared.frozen.features(batch)
+            work = batch if features is None else features.batch
+            with prepared.frozen.twins(features).borrow() as twin:
+                for start in range(0, n, at_once):
+                    deviations = deviations_of(posterior, seeds[start : start + at_once], prepared.device)
+                    outputs, derivatives = function_draws(twin, work, deviations)
+                    outputs = at_least_float32(outputs)
+                    found.append(outputs + derivatives.to(outputs))
+            return torch.cat(found)
 
     @property
     def _differentiated(self) -> bool:
@@ -503,7 +509,9 @@ class LinearizedPredictor(GaussianPredictor):
         deviations = self._deviations.get(
             None,
             lambda: deviations_of(
-                self._posterior, self._n_probes, torch.Generator().manual_seed(0), prepared.device
+                self._posterior,
+                self._posterior.draw_seeds(self._n_probes, torch.Generator().manual_seed(0)),
+                prepared.device,
             ),
         )
         if features is None:

@@ -577,7 +577,9 @@ class Predictor(nn.Module, ABC):
         * ``head="moments"``: of the Gaussian of each input, by itself.
 
         Under the first two heads the s-th draw is one function at all inputs of the batch, and at those of another call
-        with a generator of the same seed.
+        with a generator of the same seed: a joint draw over any number of candidates, at one pass a draw of what has a
+        posterior and one of what comes before it. No covariance of the candidates is formed;
+        ``functional_covariance(x, joint=True)`` forms it.
 
         Args:
             *args: what the model takes.
