@@ -151,6 +151,33 @@ def test_what_makes_promises_void(classes, fitted) -> None:
     assert posterior.history.promises
 
 
+def test_classes_that_are_covered_too_little_or_have_few_samples_are_named(classes, fitted) -> None:
+    _, x, y = classes
+    few = torch.cat([(y != 2).nonzero()[:, 0][:600], (y == 2).nonzero()[:, 0][:4]])
+    wrong = torch.where(
+        (y == 1) & (torch.arange(len(y)) % 2 == 0), 0, y
+    )  # half of class 1 looks like none of it
+    held_out = [(x[few], wrong[few])]
+    with pytest.warns(UserWarning, match=r"[Cc]lass 2 has \d of the 302 that promise.*by_class=True"):
+        posterior = uq.calibrate(fitted, held_out, **FAST)
+    assert "rare classes: " in str(posterior.report()) and "lass 2 has" in str(posterior.report())
+    of_all = [(x[:600], y[:600])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = uq.calibrate(posterior, of_all, **FAST)
+    assert "rare classes" not in str(again.report())
+    # class 1 is one in twenty, and mostly called class 0
+    rare = torch.cat([(y == 0).nonzero()[:, 0][:570], (y == 1).nonzero()[:, 0][:30]])
+    moved = torch.where((y == 1).unsqueeze(1), torch.tensor([3.0, -1.0, -1.0, 0.0]) + 0.1 * x, x)
+    with pytest.warns(
+        UserWarning, match=r"Sets of 90 % hold class 1 in \d+% of \d+ held-out samples, and class 2"
+    ):
+        posterior = uq.calibrate(fitted, [(moved[rare], y[rare])], share=None, **FAST)
+    sets = uq.wrap(classes[0], posterior)(moved[rare]).set(0.9)[torch.arange(600), y[rare]].double()
+    share = float(sets[y[rare] == 1].mean())
+    assert f"class 1 in {share:.0%} of 30" in posterior.history.tuning["rare classes"] and share < 0.7
+
+
 def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
     model, x, y = classes
     held_out = _batches(x[100:1900], y[100:1900], 600)

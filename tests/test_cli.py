@@ -286,7 +286,13 @@ def test_words_become_values() -> None:
         ("fit x -o y", "--model must be given"),
         ("tune m --calibrate", "need held-out data"),
         ("tune m --no-search", "leaves nothing to do"),
-        ("predict m x -o y --referral-rate 1", "--referral_rate must be a finite number > 0 and < 1, not 1"),
+        (
+            "predict m x -o y --referral-rate 1",
+            "--referral_rate must be a finite number > 0 and < 1 or None, not 1",
+        ),
+        ("predict m x -o y --referral-rate 0.1 --referral-accuracy 0.9", "a rate or by an accuracy"),
+        ("evaluate m x --referral-confidence 0.9", "A confidence is that of an accuracy"),
+        ("serve m --referral-exactly", "a server answers inputs one by one"),
         ("tune m --criterion faithful", "needs training inputs"),
         ("tune m --divergence 0.1", "--divergence is of the criteria"),
         ("evaluate m x --ood textures", "not of the form NAME=DATA"),
@@ -898,6 +904,14 @@ class TestPredict:
         assert [row["flag"] for row in rows] == ["1" if name else "0" for name in named]
         assert said["flagged"] == column(rows, "flag").sum() == int(referral(prediction).sum())
 
+        # by the ranks of all rows, whatever the batches
+        again = ["--force -o", out, "--batch-size 5 --referral-rate 0.2 --referral-exactly --top-k 2"]
+        said = run_json("predict", copied, place / "train", *options, *again)
+        flags, rows = uq.Referral(0.2, exactly=True)(prediction), table(out)
+        assert said["flagged"] == 7 and [row["flag"] for row in rows] == [str(int(flag)) for flag in flags]
+        assert all(bool(row["reason"]) == (row["flag"] == "1") for row in rows)
+        assert column(rows, "tail") == pytest.approx(tail.numpy(), abs=1e-5)
+
         # without a number of draws, that of the held-out scores
         again = [*model_options(place), "--seed 2 --force -o", out]
         result = run("predict", copied, place / "val", *again)
@@ -1065,6 +1079,11 @@ class TestEvaluate:
         flags = uq.Referral(0.3)(uq.wrap(trained(place), posterior)(tensors(place / "train")[0]))
         assert said[0]["referred"] == pytest.approx(float(flags.double().mean()))
         assert "Referral is left out. A rate of 0.05 needs more" in run(*common).stderr
+        aim = "--referral-accuracy 0.1 --referral-confidence 0.3 --referral-score entropy"
+        said = run_json(*common, aim)["referred"]
+        sure = uq.Referral(accuracy=0.1, confidence=0.3, score="entropy")
+        flags = sure(uq.wrap(trained(place), posterior)(tensors(place / "train")[0]))
+        assert said[0]["referred"] == pytest.approx(float(flags.double().mean()))
 
     def test_labels_are_needed(self, place: Path, copied: Path) -> None:
         said = failure("evaluate", copied, place / "flat", *model_options(place))

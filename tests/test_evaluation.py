@@ -312,6 +312,8 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
         {"network": model, "INF": predictor}, loader_of(x[130:], y[130:]), referral=referral, **kwargs
     )
     header, rows = evaluation.tables()["Leaving the least certain inputs to a person"]
+    assert header[:3] == ["model", "score", "large where"]
+    assert {row[2] for row in rows if row[1] == "entropy"} == {"an error is likely"}
     of_errors = {"entropy", "mutual_information", "max_probability", "variation_ratio"}
     assert {row[1] for row in rows if row[0] == "INF"} == of_errors
     assert {"novelty", "functional_variance"} < {*evaluation.selective["INF"]}  # which are not about errors

@@ -227,6 +227,17 @@ class TestAnswers:
         image = client.post("/predict/image", content=_png(), headers={"Content-Type": "image/png"})
         assert image.status_code == 415
 
+    def test_a_referral_by_rank_is_refused_and_one_by_accuracy_judges_each_input(self, predictor) -> None:
+        with pytest.raises(uq.PosthocUQError, match="answers inputs one by one"):
+            Service(predictor, referral=uq.Referral(0.1, exactly=True))
+        with pytest.raises(uq.PosthocUQError, match="needs more held-out samples"):
+            Service(predictor, referral=uq.Referral(0.001))
+        referral = uq.Referral(accuracy=0.1, confidence=0.6)
+        client = TestClient(application(Service(predictor, None, referral=referral), None))
+        x = torch.rand(6, 3, 12, 12, generator=torch.Generator().manual_seed(8))
+        answers = client.post("/predict/batch", json={"inputs": x.tolist()}).json()["predictions"]
+        assert [answer["referred"] for answer in answers] == referral(predictor(x)).tolist()
+
     def test_of_several_labels_and_of_positions(self) -> None:
         x = torch.rand(20, 3, 6, 6, generator=torch.Generator().manual_seed(4))
         labels = torch.randint(2, (20, 3), generator=torch.Generator().manual_seed(5)).float()

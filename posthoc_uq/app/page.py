@@ -163,7 +163,8 @@ _TABLES = {
     "among the test inputs: fifths of a score, sizes, classes; first those whose coverage is surest to be too small. "
     "It is where \u201cat most\u201d is below the level; of many groups some are by chance.",
     "Telling": "These inputs are unlike those of the training. A score of uncertainty should be larger on them than on "
-    "the test inputs. Bold: the best of its column.",
+    "the test inputs; novelty is made for that, and \u201clarge where\u201d says what the others tell. Bold: the best "
+    "of its column.",
     "Leaving": "The inputs with the largest scores are handed to a person. The columns say how good the predictions "
     "are on those that remain. Bold: the best of its column.",
     "Referred": "Shares of the inputs that are handed to a person, whose scores are extreme among held-out ones, "

@@ -324,7 +324,8 @@ class Service:
         log: a CSV file to which every input's scores are added, or None.
 
     Raises:
-        PosthocUQError: the log cannot be written, or the posterior's held-out scores are too few for the level.
+        PosthocUQError: the log cannot be written, the posterior's held-out scores are too few for the level or do not
+            allow the referral, or that refers exactly, by rank.
     """
 
     def __init__(
@@ -342,6 +343,14 @@ class Service:
     ) -> None:
         if isinstance(predictor.promises, ConformalScores):
             predictor.promises.thresholds(level)  # refuses a level that cannot be promised
+        self._border: tuple[ConformalScores, float] | None = None
+        if referral is not None:
+            if referral.exactly:
+                raise PosthocUQError(
+                    "exactly=True ranks the inputs of a call, and a server answers inputs one by one; give the Service "
+                    "a referral by a rate, Referral(rate=0.05), or by an accuracy."
+                )
+            self.border_of(referral, predictor.promises)
         self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
         self.names, self.top_k, self.level = names, top_k, level
         self.referral = referral
@@ -357,6 +366,16 @@ class Service:
         self._started = time.monotonic()
         self._inputs_at = predictor.posterior.history.inputs
         self._form = _form_of(predictor, integers)
+
+    def border_of(self, referral: Referral, promises: ConformalScores | str | None) -> float | None:
+        """The p-value up to which inputs are referred; None where held-out scores do not apply. Computed once for those
+        of the predictor: with a confidence it takes many tests.
+        """
+        if not isinstance(promises, ConformalScores):
+            return None
+        if self._border is None or self._border[0] is not promises:
+            self._border = promises, referral.border(promises)
+        return self._border[1]
 
     def warm_up(self) -> None:
         """Predict a grey image once, so that the first client need not wait for what is made on first use. A model that
@@ -717,7 +736,8 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
         referral, ranked = service.referral, prediction.at_promises().scores()
         judged = {name: ranked[name].tolist() for name in promises.inputs if name in ranked}
         if referral is not None:
-            border, singles = referral.border(promises), promises.single_p_values(ranked, referral.score)
+            border = cast(float, service.border_of(referral, promises))
+            singles = promises.single_p_values(ranked, referral.score)
             reasons = {name: (~(p > border)).tolist() for name, p in singles.items()}
             tails = torch.stack(list(singles.values())).amin(0).tolist()
         if "novelty" in known:

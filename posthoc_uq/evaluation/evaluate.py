@@ -38,7 +38,14 @@ from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.core.tables import csv_text, text_table
-from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
+from posthoc_uq.evaluation.measurements import (
+    FAMILIAR,
+    LARGE_WHERE,
+    SCORE_USES,
+    Example,
+    Measurements,
+    column_decimals,
+)
 from posthoc_uq.files.atomic import write
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
@@ -121,6 +128,7 @@ class Evaluation(Measurements):
             "selective": self.selective,
             "foreign": self.foreign,
             "thresholds": thresholds,
+            LARGE_WHERE: {score: SCORE_USES[score] for row in self.selective.values() for score in row},
             "referred": self.referred,
         }
         return cast(dict[str, Any], _finite_or_none(values))

@@ -46,6 +46,18 @@ SCORE_MEANINGS = {
     "epistemic_variance": "The part of the variance that comes from not knowing the weights.",
 }
 
+SCORE_USES = {
+    "entropy": "an error is likely",
+    "max_probability": "an error is likely",
+    "variation_ratio": "an error is likely",
+    "mutual_information": "more labels would help",
+    "functional_variance": "the weights leave outputs open",
+    "novelty": "an input is foreign, or data drift",
+    "standard_deviation": "a large error is likely",
+    "epistemic_variance": "more labels would help",
+}
+"""What each score is for, in the words of a table's column ``"large where"``: of all of them large values are bad."""
+
 
 class Measure(NamedTuple):
     """What a measure means, and whether larger values are better; None where neither larger nor smaller ones are."""
@@ -243,6 +255,7 @@ class Example:
 _MAX_CLASSES, _MAX_GROUPS = 10, 6  # in a table
 _OF_OTHERS = ("novelty", "functional_variance")
 """Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
+LARGE_WHERE = "large where"
 ReportTable = tuple[list[str], list[list[Any]]]
 """A header and rows of cells."""
 
@@ -451,12 +464,12 @@ class Measurements:
         }
         for data in self.foreign_names:
             rows: list[list[Any]] = [
-                [name, score, *values.values()]
+                [name, score, _use_of(score), *values.values()]
                 for name in self.names
                 for score, values in self.foreign[name][data].items()
             ]
             by_title[f"Telling {data} from the test inputs"] = (
-                ["model", "score", "AUROC", "AUPR", "FPR95"],
+                ["model", "score", LARGE_WHERE, "AUROC", "AUPR", "FPR95"],
                 rows,
             )
         by_title["Promised sets and intervals"] = _table(
@@ -466,8 +479,10 @@ class Measurements:
             {row: _least_covered(by_class) for row, by_class in self.promised_by_class.items()}, "class"
         )
         by_title["Coverage of promises by group, the surest failures first"] = self._groups_table()
-        by_title["Leaving the least certain inputs to a person"] = _table(
-            self._by_scores_of_errors(), "score"
+        columns, rows = _table(self._by_scores_of_errors(), "score")
+        by_title["Leaving the least certain inputs to a person"] = (
+            [*columns[:2], LARGE_WHERE, *columns[2:]],
+            [[*row[:2], _use_of(row[1]), *row[2:]] for row in rows],
         )
         by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
@@ -505,6 +520,11 @@ class Measurements:
 
     def _test(self, name: str | None) -> Prediction:
         return self.predictions[self._row(name)][FAMILIAR]
+
+
+def _use_of(score: str) -> str:
+    """What a score is for; of several that are used together, to detect foreign inputs."""
+    return SCORE_USES.get(score, "an input is foreign")
 
 
 def _table(by_row: Mapping[str, Mapping[str, Mapping[str, float]]], second: str) -> ReportTable:

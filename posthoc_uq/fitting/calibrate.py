@@ -41,6 +41,7 @@ from posthoc_uq.curvature.sweep import WORD
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
 from posthoc_uq.fitting.held_out import TemperatureLosses, centre_of, most_probable_factor
 from posthoc_uq.fitting.prior import knows_noise
+from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -133,7 +134,9 @@ def calibrate(
             but for those intervals of which all samples promise in any case.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
             whose size adapts to the input, with random numbers that depend on the input alone.
-        by_class: promise coverage for every class by itself, which needs samples of each.
+        by_class: promise coverage for every class by itself, which needs samples of each. Without it the report names
+            classes that sets of 90 % cover too little, and those with too few samples for a promise of their own; a
+            warning says so where it is sure, or a class is much rarer than others.
         jointly: of several values promise that the intervals of all of them hold at once, by the largest of their
             scores; by default each interval by itself.
         head: that predicts, as in `tune`.
@@ -237,10 +240,10 @@ def calibrated(
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
         retunes = share is not None and tuned.likelihood.logits
-        measured, losses = _measured(
+        measured, losses, rare = _measured(
             predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor, retunes=retunes
         )
-        promising = tuned.noted(promises=measured)
+        promising = with_rare_classes(tuned.noted(promises=measured), rare)
         if not retunes or measured.kind == "positions":
             return promising
         return _retuned(promising, measured, losses)
@@ -429,9 +432,10 @@ def _measured(
     *,
     all_promise: bool,
     retunes: bool,
-) -> tuple[ConformalScores, TemperatureLosses]:
+) -> tuple[ConformalScores, TemperatureLosses, RareClasses | None]:
     """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
-    all samples. With `retunes` also the losses at every temperature, if outputs have no positions.
+    all samples. With `retunes` also the losses at every temperature, if outputs have no positions. And the classes that
+    these promise too little for.
 
     Raises:
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
@@ -488,7 +492,7 @@ def _measured(
     first = torch.cat(tuning)
     second = first if data.all_in_both else ~first
     scores, of_inputs_kept = _input_scores(of_inputs, first, second)
-    of_counted_kept = mistaken = of_targets_kept = None
+    of_counted_kept = mistaken = of_targets_kept = rare = None
     if counting:
         some = torch.cat(counting)
         if not bool((first & some).any() and (second & some).any()):
@@ -510,6 +514,8 @@ def _measured(
             scores_of_all = class_scores(probs[second], "raps", uniform[second], regularisation)
             all_scores = scores_of_all.gather(-1, labels[second])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
+        if classes is not None and kind in get_args(SetScore) and not by_class:
+            rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
         columns = _split_scores(kind, all_scores, groups, classes if by_class else None)
         of_targets_kept = HeldOutTargets(
             kind=kind,
@@ -529,7 +535,7 @@ def _measured(
         wrong=mistaken,
         counted=of_counted_kept,
     )
-    return found_scores, losses
+    return found_scores, losses, rare
 
 
 def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:

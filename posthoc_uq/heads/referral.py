@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
 import torch
@@ -97,7 +98,7 @@ class Referral:
         """
         promises, scores = _promises_of(prediction), prediction.at_promises().scores()
         if self.exactly:
-            return self._highest(promises.input_scores(scores, self.score))
+            return self.highest(self.ranked(prediction))
         border = self.border(promises)
         return {name: ~(p > border) for name, p in promises.single_p_values(scores, self.score).items()}
 
@@ -110,8 +111,22 @@ class Referral:
         """
         return _promises_of(prediction).p_values(prediction.at_promises().scores(), self.score)
 
-    def _highest(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By score, the inputs among those to refer whose number is as large as the smallest that is referred."""
+    def ranked(self, prediction: Prediction) -> dict[str, Tensor]:
+        """For each score, the numbers ``(batch,)`` by whose largest inputs are referred exactly: those of several
+        batches may be joined, for `highest`.
+        """
+        return _promises_of(prediction).input_scores(prediction.at_promises().scores(), self.score)
+
+    def highest(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For each score, by name, the inputs among those to refer exactly whose number is as large as the smallest
+        that is referred, ``(inputs,)`` of booleans.
+
+        Args:
+            scores: of all inputs, as `ranked` gives them.
+
+        Raises:
+            PosthocUQError: a single input is to be ranked.
+        """
         largest = torch.stack(list(scores.values())).amax(0)  # NaN where any is
         inputs = len(largest)
         if inputs == 1:
@@ -125,6 +140,20 @@ class Referral:
         chosen[order[: round(cast(float, self.rate) * inputs)]] = True
         border = largest[chosen].nan_to_num(nan=torch.inf).amin() if bool(chosen.any()) else torch.inf
         return {name: chosen & ~(values < border) for name, values in scores.items()}
+
+    def check(self, promises: ConformalScores | str | None) -> None:
+        """Refuse held-out scores by which inputs cannot be referred so.
+
+        Args:
+            promises: of a prediction, or of a predictor.
+
+        Raises:
+            PosthocUQError: as a call.
+        """
+        if self.exactly:
+            one_of("score", self.score, tuple(applying(promises).inputs))
+        else:
+            self.border(promises)
 
     def border(self, promises: ConformalScores | str | None) -> float:
         """The p-value up to which inputs are referred.

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.app.cli.data import LoadedData, load_data
@@ -39,6 +40,7 @@ from posthoc_uq.app.cli.options import (
     ModelSource,
     Port,
     Read,
+    Referred,
     Share,
     Written,
     WrongUsage,
@@ -64,6 +66,7 @@ from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.files.atomic import write
 from posthoc_uq.fitting.fit import has_option
+from posthoc_uq.fitting.rare_classes import RARE_CLASSES
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.proof import LAYER_WORDS
@@ -521,10 +524,14 @@ def calibrate(
         "samples": promises.samples,
         "hyperparameters": _hyperparameters(posterior),
         "promises": described_promises(promises, posterior.settings.plain()),
+        RARE_CLASSES: posterior.history.tuning.get(RARE_CLASSES),
     }
     trials = posterior.history.trials
     chosen = "nothing to tune" if trials is None else f"tuned: {str(trials).splitlines()[0]}"
-    return Done(f"{chosen}\npromised: {facts['promises']}\nWritten to {facts['output']}.", facts)
+    promised = f"promised: {facts['promises']}"
+    if facts[RARE_CLASSES] is not None:
+        promised += f"\n{RARE_CLASSES}: {facts[RARE_CLASSES]}"
+    return Done(f"{chosen}\n{promised}\nWritten to {facts['output']}.", facts)
 
 
 def predict(
@@ -536,12 +543,12 @@ def predict(
     head: Choice,
     source: ModelSource,
     reading: Data,
+    referred: Referred,
     console: Console,
     outputs: Outputs,
     force: bool = False,
     top_k: Count = 3,
     level: Share = 0.95,
-    referral_rate: Share = 0.05,
     skip_unreadable: bool = False,
     maps: str | None = None,
     class_names: Read | None = None,
@@ -572,7 +579,7 @@ def predict(
         skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
         maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
     """
-
+    wanted = _wanted(referred)
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
     loaded = load_data(
@@ -587,7 +594,7 @@ def predict(
     rows = flagged = 0
     promises = posterior.history.promises
     applies = promises is not None
-    referral = _referral(predictor, referral_rate, "The column flag stays empty.") if applies else None
+    referral = _allowed(wanted, predictor, "The column flag stays empty.") if applies else None
     sets = promises is not None and promises.kind in SET_KINDS
     table = PredictionTable(referral, names, top_k, level, sets and _promised(predictor, level))
     with (
@@ -597,18 +604,29 @@ def predict(
         Bar(loaded.loader, "predict", _progress(console)) as bar,
     ):
         writer = csv_files.writer(opened_file)
+        waiting = list[tuple[dict[str, Sequence[str]], dict[str, Tensor]]]()  # for the ranks of all rows
+
+        def put(columns: dict[str, Sequence[str]]) -> None:
+            nonlocal flagged
+            writer.writerows(zip(*columns.values(), strict=True))
+            flagged += columns["flag"].count("1")
+
         for batch in batches(loaded.loader, BatchReader(model.device)):
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
             items = _items(loaded, batch.targets, rows, len(prediction))
             columns = table.columns(prediction, items)
             if not rows:
                 writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
+            if referral is not None and referral.exactly:
+                waiting.append((columns, referral.ranked(prediction)))
+            else:
+                put(columns)
             if drawn is not None:
                 drawn.write(items, prediction)
             rows += len(prediction)
-            flagged += columns["flag"].count("1")
             bar.advance(len(prediction))
+        for columns in table.ranked(waiting):
+            put(columns)
     seconds = time.perf_counter() - start
     facts = {
         "output": output,
@@ -626,13 +644,30 @@ def predict(
     return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
 
 
-def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral | None:
-    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning that
-    begins with the sentence `without`.
+def _wanted(referred: Referred) -> uq.Referral:
+    """What refers inputs as the options say.
+
+    Raises:
+        WrongUsage: they do not go together.
     """
-    referral = uq.Referral(rate)
     try:
-        referral.border(predictor.promises)
+        return uq.Referral(
+            referred.referral_rate,
+            accuracy=referred.referral_accuracy,
+            score=referred.referral_score,
+            exactly=referred.referral_exactly,
+            confidence=referred.referral_confidence,
+        )
+    except PosthocUQError as error:
+        raise WrongUsage(f"--referral-rate and others: {error}") from error
+
+
+def _allowed(referral: uq.Referral, predictor: uq.Predictor, without: str) -> uq.Referral | None:
+    """The referral; None where the file's held-out scores do not allow it, with a warning that begins with the sentence
+    `without`.
+    """
+    try:
+        referral.check(predictor.promises)
     except PosthocUQError as error:
         warnings.warn(f"{without} {error}", stacklevel=3)
         return None
@@ -667,13 +702,13 @@ def evaluate(
     head: Choice,
     source: ModelSource,
     reading: Data,
+    referred: Referred,
     console: Console,
     ood: Annotated[list[str], "data"] | None = None,
     report: Written | None = None,
     csv: Written | None = None,
     json_file: Written | None = None,
     force: bool = False,
-    referral_rate: Share = 0.05,
     class_names: Read | None = None,
     seed: int = 0,
 ) -> Done:
@@ -692,8 +727,7 @@ def evaluate(
         csv: write all numbers as a table.
         json_file: write all numbers as JSON.
     """
-    foreign = _named_data(ood or [])
-
+    foreign, wanted = _named_data(ood or []), _wanted(referred)
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
     loaded = load_data(data, model, reading, info, labels=True, split="test", needs="an evaluation")
@@ -708,7 +742,7 @@ def evaluate(
     predictor = _predictor(model, posterior, head, seed)
     referral = None
     if posterior.history.promises is not None:
-        referral = _referral(predictor, referral_rate, "Referral is left out.")
+        referral = _allowed(wanted, predictor, "Referral is left out.")
     evaluation = uq.evaluate(
         {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
         loaded.loader,
@@ -803,13 +837,13 @@ def serve(
     *,
     head: Choice,
     source: ModelSource,
+    referred: Referred,
     console: Console,
     host: str = "127.0.0.1",
     port: Port = 8000,
     allow_host: list[str] | None = None,
     top_k: Count = 3,
     level: Share = 0.95,
-    referral_rate: Share = 0.05,
     integers: bool = False,
     max_bytes: Count = 16 * 2**20,
     max_batch: Count = 64,
@@ -842,6 +876,11 @@ def serve(
         log: add the scores of every input to this CSV.
     """
     check_extra("serve", "starlette", "uvicorn", "python_multipart", "prometheus_client")
+    wanted = _wanted(referred)
+    if wanted.exactly:
+        raise WrongUsage(
+            "--referral-exactly: a server answers inputs one by one, and has no ranks of all; leave it out."
+        )
 
     from posthoc_uq.app.requests import Limits
     from posthoc_uq.app.serve import Service
@@ -849,9 +888,7 @@ def serve(
 
     model, posterior = opened(file, source)
     predictor = _predictor(model, posterior, head, seed)
-    referral = _referral(
-        predictor, referral_rate, f"'referred' stays null for '{file}' (posthoc-uq calibrate)."
-    )
+    referral = _allowed(wanted, predictor, f"'referred' stays null for '{file}' (posthoc-uq calibrate).")
     service = Service(
         predictor,
         model.transform,

@@ -38,7 +38,6 @@ SHARED = {
     "unlabelled": "leave class folders aside: the model's own labels suffice.",
     "level": "of the interval, for a regression.",
     "class_names": "names of the outputs: one a line, or JSON; or a folder with a folder for each class.",
-    "referral_rate": "share of familiar inputs to refer to a person, by what calibrate keeps in FILE.",
     "seed": "of all random numbers.",
 }
 """The words of options that several commands have, where their docstrings say nothing else."""
@@ -97,6 +96,25 @@ class Console:
     json: bool = False
     quiet: bool = False
     debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referred:
+    """Which inputs are referred to a person, by the held-out scores that calibrate keeps in FILE.
+
+    Attributes:
+        referral_rate: share of familiar inputs to refer to a person (0.05 by default).
+        referral_accuracy: in place of a rate, of classes: refer as few as leave the rest right with this accuracy.
+        referral_confidence: that the accuracy is reached, such as 0.9; without it on average.
+        referral_exactly: refer just the rate of all inputs, by rank, and not at most that.
+        referral_score: entropy (of values standard_deviation) or novelty alone; by default joint, the more surprising.
+    """
+
+    referral_rate: Share | None = None
+    referral_accuracy: Share | None = None
+    referral_confidence: Share | None = None
+    referral_exactly: bool = False
+    referral_score: str = "joint"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO, cast, get_args, get_origin
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from posthoc_uq.app.cli.options import Choice, Data
 from posthoc_uq.app.cli.parser import Option, options_of
@@ -196,15 +198,28 @@ class PredictionTable:
             columns |= self._values(cast(RegressionPrediction, prediction))
         else:
             columns |= self._ranked(prediction, classes)
+        columns |= dict.fromkeys(("flag", "reason", "tail"), [""] * len(files))
         if self.referral is None:
-            return columns | dict.fromkeys(("flag", "reason", "tail"), [""] * len(files))
-        by_score = {name: flags.tolist() for name, flags in self.referral.reasons(prediction).items()}
-        reasons = [[name for name in by_score if by_score[name][i]] for i in range(len(files))]
-        return columns | {
-            "flag": [str(int(bool(names))) for names in reasons],
-            "reason": ["+".join(names) for names in reasons],
-            "tail": _numbers(self.referral.tail(prediction).tolist()),
-        }
+            return columns
+        columns["tail"] = _numbers(self.referral.tail(prediction).tolist())
+        return columns if self.referral.exactly else columns | _flags(self.referral.reasons(prediction))
+
+    def ranked(
+        self, waiting: Sequence[tuple[Mapping[str, Sequence[str]], Mapping[str, Tensor]]]
+    ) -> Iterator[dict[str, Sequence[str]]]:
+        """The columns of all batches of an exact referral, flagged by the ranks of all rows.
+
+        Args:
+            waiting: the columns of each batch, and the numbers by which its inputs are ranked.
+        """
+        if self.referral is None or not waiting:
+            return
+        numbers = {name: torch.cat([ranked[name] for _, ranked in waiting]) for name in waiting[0][1]}
+        reasons, start = self.referral.highest(numbers), 0
+        for columns, _ in waiting:
+            rows = slice(start, start + len(columns["file"]))
+            start = rows.stop
+            yield {**columns, **_flags({name: flags[rows] for name, flags in reasons.items()})}
 
     def _ranked(self, prediction: Prediction, classes: int) -> dict[str, Sequence[str]]:
         """The classes of an input, the most probable or the most frequent first, and its scores."""
@@ -262,6 +277,17 @@ class PredictionTable:
         if prediction.novelty_ratio is not None:
             columns["novelty"] = _numbers(prediction.novelty_ratio.tolist())
         return columns
+
+
+def _flags(by_score: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
+    """The columns of which inputs are referred, and by which scores."""
+    flags = {name: each.tolist() for name, each in by_score.items()}
+    inputs = len(next(iter(flags.values())))
+    reasons = [[name for name in flags if flags[name][i]] for i in range(inputs)]
+    return {
+        "flag": [str(int(bool(names))) for names in reasons],
+        "reason": ["+".join(names) for names in reasons],
+    }
 
 
 def _numbers(values: Iterable[float]) -> list[str]:
