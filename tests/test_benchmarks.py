@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -341,6 +342,42 @@ def test_foreign_inputs_are_told_by_ranks() -> None:
     found = novelty.aurocs(scores, test, foreign, [("entropy", "novelty")])
     assert found["entropy"]["column 0"] > 0.99 and 0.4 < found["entropy"]["column 1"] < 0.6
     assert min(found["entropy and novelty"].values()) > 0.95
+
+
+@pytest.mark.study
+def test_layers_are_compared_on_networks_of_each_kind(tmp_path: Path) -> None:
+    script = _script("which_layers")
+    script.main(["--smoke", "--output", str(tmp_path)])
+    with (tmp_path / "which_layers.csv").open() as file:
+        lines = {(line["networks"], line["choice"]): line for line in csv.DictReader(file)}
+    every, last = lines["perceptrons", "all layers"], lines["perceptrons", "last layer"]
+    assert every["AUROC, novelty"] == last["AUROC, novelty"]  # of the inputs of the last layer
+    assert float(every["AUROC, functional variance"]) > float(last["AUROC, functional variance"])
+    assert float(every["prediction, passes"]) > float(last["prediction, passes"])
+    every, last = lines["tables", "all layers"], lines["tables", "last layer"]
+    assert float(every["deviation, outside"]) > float(last["deviation, outside"])
+
+
+@pytest.mark.study
+def test_drift_is_found_in_streams_of_scores(tmp_path: Path) -> None:
+    _script("drift").main(["--smoke", "--output", str(tmp_path)])
+    with (tmp_path / "drift_found.csv").open() as file:
+        (few, more, many) = csv.DictReader(file)
+    assert [line["held-out rows"] for line in (few, more, many)] == ["100", "200", "1000"]
+    assert many["early"] == "0" and many["found"] == many["streams"] and float(many["best AUROC"]) > 0.9
+    with (tmp_path / "drift_false_alarms.csv").open() as file:
+        assert all(line["monitor"] == "0" for line in csv.DictReader(file))
+
+
+@pytest.mark.study
+def test_leave_one_out_is_compared_by_rule(tmp_path: Path) -> None:
+    script = _script("left_out")
+    script.main(["rules", "--smoke", "--output", str(tmp_path)])
+    with (tmp_path / "leave_one_out.csv").open() as file:
+        lines = {(line["pairs"], line["rule"]): line for line in csv.DictReader(file)}
+    now = lines["memorised, reported", f"{script.NOW} (now)"]
+    assert float(now["share of the best temperature's gain"]) > 0.5 and now["harmed"] == "none"
+    assert float(lines["memorised, reported", script.NETWORK]["NLL"]) > float(now["NLL"])
 
 
 @pytest.mark.study

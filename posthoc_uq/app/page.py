@@ -157,7 +157,8 @@ _TABLES = {
     "Quality": "Each row is one way to predict, judged on inputs whose right answer is known. Bold: the best of its "
     "column.",
     "Promised sets and": "Sets of classes, or intervals, that contain the right answer with at least the promised "
-    "probability: by held-out scores, on average over new inputs like the held-out ones.",
+    "probability: by held-out scores, on average over new inputs like the held-out ones. Whether inputs still are like "
+    "these in use, posthoc-uq monitor tells.",
     "Promised sets by": "The same for inputs of one class, which is promised where the scores were kept by class.",
     "Coverage of promises by": "A promise is an average over all inputs and may fail for some. These groups were found "
     "among the test inputs: fifths of a score, sizes, classes; first those whose coverage is surest to be too small. "
