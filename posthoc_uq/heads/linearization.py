@@ -97,13 +97,14 @@ class Linearization(LinearizedOutputs):
     def row_variances(self) -> Tensor:
         indices = self._chosen.indices(self._rows)
         number = self._rows.shape[1] if indices is None else indices.shape[1]
+        of_last = None if indices is None else self.by_last_layer  # before backward passes in parts
         variance = self._result(self._variances_at_places(indices, number).clamp(min=0))
         if indices is None:
             return variance
-        if self.by_last_layer is None:
+        if of_last is None:
             others = variance.mean(1, keepdim=True).expand(self._rows.shape)
         else:
-            others = self.by_last_layer.row_variances()
+            others = of_last.row_variances()
         return others.scatter(1, indices, variance)
 
     def _variances_at_places(self, indices: Tensor | None, number: int) -> Tensor:
@@ -127,8 +128,9 @@ class Linearization(LinearizedOutputs):
         indices = self._chosen.indices(self._rows)
         if indices is None:
             return self.row_variances(), None
+        others = self.by_last_layer  # before backward passes in parts, which let go of this pass
         # with the mean of all logits, for the covariance of the centred ones
-        return top_spread(self._rows, indices, self._contracted(indices, centre=True), self.by_last_layer)
+        return top_spread(self._rows, indices, self._contracted(indices, centre=True), others)
 
     def at_every_prior(self, spectrum: Spectrum) -> OutputsByPrior:
         """The outputs at every prior precision, from products with `spectrum`, which are those of the engine."""
