@@ -566,30 +566,34 @@ def test_what_was_tried_is_the_heads_own_loss(options: dict[str, Any]) -> None:
     assert loss_of(posterior, held_out) == loss_of(posterior, held_out, **options)  # both are on record
     for trial in trials.trials:
         at = posterior.at(trial.settings)
-        assert loss_of(at, held_out, **options) == pytest.approx(trial.objective, rel=1e-6)
+        exact = options["head"] == "moments" or trial in (trials.trials[0], trials.chosen)
+        tolerance = {"rel": 1e-6} if exact else {"abs": 5e-4}
+        assert loss_of(at, held_out, **options) == pytest.approx(trial.objective, **tolerance)
 
 
-def test_a_large_network_is_tuned_by_one_set_of_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("doubt", [held_out_module._DOUBT, 1.0])
+def test_a_width_is_found_by_one_set_of_backward_passes(
+    monkeypatch: pytest.MonkeyPatch, doubt: float
+) -> None:
+    """As by exact trials, which decide where there is a doubt."""
     model, train, held_out = overfitted_network()
-    exact, nearly = (uq.fit(model, [train], progress=False) for _ in range(2))
-    exact, by_exact = tuned(exact, [held_out])
-    passes = []
-    original = LinearizedPredictor.at_every_prior
-    monkeypatch.setattr(held_out_module, "backward_dominates", lambda posterior: True)
+    posterior = uq.fit(model, [train], progress=False)
+    passes, original = list[int](), LinearizedPredictor.at_every_prior
+    monkeypatch.setattr(held_out_module, "_DOUBT", doubt)
     monkeypatch.setattr(
         LinearizedPredictor,
         "at_every_prior",
         lambda *args: passes.append(len(args[1].targets)) or original(*args),
     )
-    nearly, trials = tuned(nearly, [held_out])
+    nearly, trials = tuned(posterior, [held_out])
     assert passes == [len(held_out[0])]
+    monkeypatch.setattr(LinearizedPredictor, "at_every_prior", lambda *_: None)
+    exact, by_exact = tuned(posterior, [held_out])
     assert len(trials.trials) == len(by_exact.trials) > 1
-    assert nearly.prior_precision == pytest.approx(exact.prior_precision)
-    assert nearly.temperature == pytest.approx(exact.temperature, rel=0.02)
-    assert trials.chosen is not None and by_exact.chosen is not None
-    # the last evaluation is exact
-    assert trials.chosen.objective == pytest.approx(by_exact.chosen.objective, abs=1e-4)
-    assert loss_of(nearly, [held_out]) == pytest.approx(trials.chosen.objective, rel=1e-6)
+    assert nearly.settings.plain() == exact.settings.plain()
+    for mine, theirs in zip(trials.trials, by_exact.trials, strict=True):
+        own = doubt == 1.0 or mine in (trials.trials[0], trials.chosen)
+        assert mine.objective == pytest.approx(theirs.objective, abs=1e-9 if own else 1e-3)
 
 
 def test_a_calibration_is_left_out_of_the_search() -> None:

@@ -39,7 +39,7 @@ from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.sweep import WORD
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
-from posthoc_uq.fitting.held_out import TemperatureLosses, centre_of, most_probable_factor
+from posthoc_uq.fitting.held_out import Evaluated, TemperatureLosses, centre_of, most_probable_factor
 from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
@@ -61,6 +61,7 @@ from posthoc_uq.likelihoods.conformal import (
     tuned_regularisation,
     wrong_up_to,
 )
+from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -218,20 +219,34 @@ def calibrated(
         if share is not None:
             data.split(share)
         # the width is then that of leave-one-out's noise, and all variances are proportional to the noise's
+        evaluated: Evaluated | None = None
         by_factor = through == "linearized" and knows_noise(posterior) and posterior.evidence.noise_power == 1
         if by_factor:
             tuned = _with_head(posterior, head, "likelihood")
         elif has_something_to_tune(posterior):
-            tuned = tuned_by_labels(
-                posterior, data, reader, head=head, seed=seed, progress=progress, options=options
+            tuned, evaluated = tuned_by_labels(
+                posterior,
+                data,
+                reader,
+                head=head,
+                seed=seed,
+                retuned=share is not None,
+                progress=progress,
+                options=options,
             )
         else:
             tuned = _with_head(posterior, head, "given")
         assert tuned.history.head is not None
-        tuned = tuned.noted(head={"options": tuned.history.head.options | recordable(options)})
+        recorded = tuned.history.head.options
+        tuned = tuned.noted(head={"options": recorded | recordable(options)})
         # without promises, so that predictions are made without those that are replaced
         tuned = tuned.noted(promises=None)
-        predictor = wrap(model_of(tuned), tuned, **options)
+        known: _Known | None = None
+        if through == "linearized" and evaluated is not None and recorded == recorded | recordable(options):
+            predictor = evaluated.predictor.with_posterior(tuned)  # which has all that the search prepared
+            known = _Known.of(evaluated, tuned)
+        else:
+            predictor = wrap(model_of(tuned), tuned, **options)
         if by_factor:
             tuned = _with_variance_factor(predictor, data, progress)
             predictor = predictor.with_posterior(tuned)
@@ -241,7 +256,16 @@ def calibrated(
             tuned = predictor.posterior
         retunes = share is not None and tuned.likelihood.logits
         measured, losses, rare = _measured(
-            predictor, data, sets, by_class, jointly, share, progress, all_promise=by_factor, retunes=retunes
+            predictor,
+            data,
+            known,
+            sets,
+            by_class,
+            jointly,
+            share,
+            progress,
+            all_promise=by_factor,
+            retunes=retunes,
         )
         promising = with_rare_classes(tuned.noted(promises=measured), rare)
         if not retunes or measured.kind == "positions":
@@ -421,9 +445,50 @@ class _HeldOut:
         self._bound, self._content = int(keys.sort().values[self.tuning]), int(keys.sum())
 
 
+class _Known:
+    """Distributions of outputs that were computed before, by the contents of their samples.
+
+    Args:
+        evaluated: has them.
+    """
+
+    def __init__(self, evaluated: Evaluated) -> None:
+        keys = torch.cat([_contents(batch) for batch, _ in evaluated.data])
+        self._keys, order = keys.sort()
+        self._outputs = OutputGaussian.cat(evaluated.distributions).picked(order)
+
+    @staticmethod
+    def of(evaluated: Evaluated, posterior: Posterior) -> _Known | None:
+        """Those under this posterior, if they are of outputs without positions."""
+        of_weights = evaluated.predictor.posterior.settings.of_weights()
+        first = evaluated.distributions[0] if evaluated.distributions else None
+        if first is None or first.mean.ndim > 2 or of_weights != posterior.settings.of_weights():
+            return None
+        return None if any(batch.whole for batch, _ in evaluated.data) else _Known(evaluated)
+
+    def distribution(self, predictor: Predictor, batch: Batch) -> OutputGaussian:
+        """That of a batch; the predictor computes what is not known."""
+        keys, samples = _contents(batch), count_samples(batch)
+        places = torch.searchsorted(self._keys, keys).clamp(max=len(self._keys) - 1)
+        known = self._keys[places] == keys
+        outputs = self._outputs.picked(places[known])
+        if bool(known.all()):
+            return outputs
+        with predictor.explaining(batch):
+            others: Any = predictor.distribution(batch.select(~known, samples))
+        order = torch.cat([known.nonzero(), (~known).nonzero()]).flatten().argsort()
+        return OutputGaussian.cat([outputs, others]).picked(order)
+
+
+def _contents(batch: Batch) -> Tensor:
+    """Hashes of the inputs of a batch, ``(samples,)``."""
+    return sample_keys(batch.tensors, count_samples(batch), 0).cpu()
+
+
 def _measured(
     predictor: Predictor,
     data: _HeldOut,
+    known: _Known | None,
     sets: SetScore,
     by_class: bool,
     jointly: bool,
@@ -454,7 +519,11 @@ def _measured(
         for batch, tunes in data.batches():
             distribution: Any = None
             if retunes:
-                distribution = predictor.distribution(batch)
+                if known is None:
+                    with predictor.explaining(batch):
+                        distribution = predictor.distribution(batch)
+                else:
+                    distribution = known.distribution(predictor, batch)
                 prediction = predictor.prediction_for(batch, distribution).to("cpu")
             else:
                 prediction = predictor(batch).to("cpu")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import inf, isfinite, log10
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from posthoc_uq.fitting.faithful import (
 )
 from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.history import Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
@@ -40,6 +41,7 @@ _MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
 _MAX_HARM = 0.01  # nats that a posterior may lose against that of the fit, with `_ERRORS` ...
 _ERRORS = 2.0  # ... standard errors of that loss added
 _MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than that of the fit must be better
+_DOUBT = 3e-4  # nats from its limit at which a decision by nearly right losses is made again by exact ones
 _FIRST_STEP = 0.25  # decades of the prior precision; every following step is as long as all before it
 _MAX_WIDER, _MAX_NARROWER = 1.0, 8.0  # decades from the prior precision of the fit
 _USUAL_WIDTHS = 4  # that are tried, for what a bar shows
@@ -149,6 +151,20 @@ class TemperatureLosses:
         return _most_probable(losses, self.labels, centre)
 
 
+class Evaluated(NamedTuple):
+    """What an evaluation of a `HeldOutLoss` was made of.
+
+    Attributes:
+        predictor: at its settings.
+        data: all batches, and their targets.
+        distributions: of the outputs of each.
+    """
+
+    predictor: Predictor
+    data: Sequence[tuple[Batch, Tensor]]
+    distributions: Sequence[OutputGaussian]
+
+
 class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
@@ -188,14 +204,16 @@ class HeldOutLoss(Score):
         self._at_every_prior: list[tuple[Any, Tensor]] | None = None
         self._correction = 1.0
         self._kept: list[tuple[Batch, Tensor]] | None = None  # all batches, where they are few
+        self._evaluated: tuple[Predictor, list[Any]] | None = None  # of the last exact evaluation
 
     @contextmanager
     def approximated(self, settings: Hyperparameters) -> Generator[bool]:
         """Evaluations within differ from these settings in the prior precision alone, and take one set of backward
-        passes in all, by `Predictor.at_every_prior`; gives whether the head has that, and the labels fit into memory.
+        passes in all, by `Predictor.at_every_prior`; gives whether the head has that, it pays, and the labels fit into
+        memory.
         """
         found, nbytes, predictor = list[tuple[Any, Tensor]](), 0, self._at(settings)
-        for batch, targets in self._batches():
+        for batch, targets in self._batches() if _trials_are_dear(self.posterior) else ():
             made = predictor.at_every_prior(batch)
             nbytes += 0 if made is None else made.nbytes
             if made is None or nbytes > CACHE_BUDGETS * TEMPORARY_BYTES:
@@ -212,10 +230,26 @@ class HeldOutLoss(Score):
 
     def _pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
         if self._at_every_prior is None:
-            return super()._pairs(predictor)
+            return self._exact_pairs(predictor)
         width = get_width(predictor.posterior.settings, "prior_precision")
         share = self._correction
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
+
+    def _exact_pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
+        found, nbytes = list[Any](), 0
+        for distribution, targets in super()._pairs(predictor):
+            nbytes += 8 * (distribution.numbers if isinstance(distribution, OutputGaussian) else inf)
+            if nbytes <= TEMPORARY_BYTES:
+                found.append(distribution)
+            yield distribution, targets
+        self._evaluated = (predictor, found) if nbytes <= TEMPORARY_BYTES else None
+
+    def evaluated(self) -> Evaluated | None:
+        """What the last exact evaluation was made of, where that is little."""
+        if self._evaluated is None or self._kept is None:
+            return None
+        predictor, found = self._evaluated
+        return Evaluated(predictor, self._kept, found)
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """All batches with targets, in the same order at every call; few of them are read from the loader once."""
@@ -257,11 +291,7 @@ class HeldOutLoss(Score):
     def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
         losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
         for distribution, targets in pairs:
-            if self._at_every_prior is None:
-                prediction = predictor.prediction_of(distribution)
-            else:
-                temperature = predictor.posterior.temperature
-                ((_, prediction),) = predictor.fast_predictions(distribution, (temperature,))
+            prediction = predictor.prediction_of(distribution)
             likelihood.check(prediction.outputs_mean, targets)
             losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
             count += labelled(likelihood, targets)
@@ -361,6 +391,13 @@ class HeldOutLoss(Score):
         return min((1.0, factor), key=evaluated)
 
 
+def _trials_are_dear(posterior: Posterior) -> bool:
+    """Whether an exact trial takes longer than one from what is kept for every prior precision."""
+    subtracts = any(block.makes.cancels for block in posterior.blocks.values())
+    forms_jacobians = any(layer.convolutional for layer in posterior.layers.values())
+    return subtracts or forms_jacobians or backward_dominates(posterior)
+
+
 def _exact_share(predictor: Predictor, batch: Batch, made: Any) -> float:
     """The exact variances of the first inputs, as a multiple of the approximate ones, on the mean."""
     samples = count_samples(batch)
@@ -385,6 +422,96 @@ class _Tried(NamedTuple):
     losses: Tensor
 
 
+class _WidthSearch:
+    """A search for the width, as `HeldOutSearch.set_width` says.
+
+    Args:
+        attempt: gives the trial of settings.
+        loss: that it is of.
+        base: the settings at which it begins.
+        name: of the hyperparameter that is searched.
+
+    Attributes:
+        tried: by decades from the base.
+        closest: how near a decision came to its limit, in nats.
+    """
+
+    def __init__(
+        self,
+        attempt: Callable[[Hyperparameters], _Tried],
+        loss: HeldOutLoss,
+        base: Hyperparameters,
+        name: str,
+    ) -> None:
+        self._attempt, self._loss, self._base, self._name = attempt, loss, base, name
+        self.tried, self.closest = dict[float, _Tried](), inf
+        self._network = self._allowed = 0.0
+
+    @property
+    def best(self) -> _Tried:
+        """The one with the least loss."""
+        return min(self.tried.values(), key=lambda each: each.penalised)
+
+    def find(self) -> float:
+        """The decade that is chosen."""
+        loss, name, base, step = self._loss, self._name, self._base, _FIRST_STEP
+        loss.untempered = None
+        self._at(0.0)
+        self._network = loss.of_network(base.noise_scale)
+        likelihood = loss.posterior.likelihood
+        # of a density, certainty about a few labels is no reason
+        evidence = max(_MAX_COST, _MIN_EVIDENCE / max(1, loss.labels))
+        self._allowed = evidence if likelihood.logits else _MAX_HARM
+        if self._accepts(0.0):
+            # no wider than the evidence, which is wide, nor than a training found its variances
+            widest = _MAX_WIDER if likelihood.has_divergence else 0.0
+            widest = widest if name == "prior_precision" else min(widest, log10(get_width(base, name)))
+            loss.temperature = self.tried[0.0].trial.settings.temperature
+            while step <= widest and self._accepts(-step):
+                step *= 2
+            loss.temperature = None
+        else:
+            while not self._accepts(step) and step < _MAX_NARROWER:
+                step *= 2
+            refused = max(decade for decade in self.tried if decade < step)
+            while step - refused > _FIRST_STEP:
+                middle = (refused + step) / 2
+                refused, step = (refused, middle) if self._accepts(middle) else (middle, step)
+        return min(filter(self._accepts, self.tried), default=max(self.tried))
+
+    def _at(self, decade: float) -> _Tried:
+        if decade not in self.tried:
+            self.tried[decade] = self._attempt(scale_width(self._base, self._name, 10.0**decade))
+        return self.tried[decade]
+
+    def _accepts(self, decade: float) -> bool:
+        """Whether labels do not speak against a width."""
+        excess = self._excess(decade)
+        self.closest = min(self.closest, abs(excess))
+        return excess <= 0
+
+    def _excess(self, decade: float) -> float:
+        """By how many nats a width goes beyond what is allowed."""
+        best, found = self.best.penalised, self._at(decade)
+        if decade >= 0:
+            return found.penalised - min(best, self._network) - self._allowed
+        return max(found.penalised - best - _MAX_COST, self._harm(found.losses) - _MAX_HARM)
+
+    def _harm(self, losses: Tensor) -> float:
+        """How much worse losses by sample are than those of the first trial, a label, with `_ERRORS` standard errors
+        added.
+        """
+        reference = self._loss.untempered
+        if reference is None or reference.shape != losses.shape:
+            return inf
+        harm, count = losses - reference, max(1, self._loss.labels)
+        if not bool(harm.any()):  # the reference itself, also of a single sample
+            return 0.0
+        if len(harm) < 2:
+            return inf
+        return float(harm.sum()) / count + _ERRORS * len(harm) ** 0.5 * float(harm.std()) / count
+
+
 class HeldOutSearch:
     """A search over one hyperparameter after the other, by the likelihood of held-out labels.
 
@@ -393,6 +520,7 @@ class HeldOutSearch:
         settings: at which the search begins.
         searched: the names of the hyperparameters, in the order of the search.
         tempered: whether every evaluation finds a temperature, too.
+        retuned: whether the temperature is found again at the width that is chosen.
         max_evaluations: for each hyperparameter but the width.
         progress: whether to show a bar.
 
@@ -409,9 +537,11 @@ class HeldOutSearch:
         searched: Sequence[str],
         *,
         tempered: bool,
+        retuned: bool,
         max_evaluations: int,
         progress: bool,
     ) -> None:
+        self._retuned = retuned
         self.posterior, self._loss, self._tempered = loss.posterior.at(settings), loss, tempered
         self._max_evaluations = max_evaluations
         self._best: Trial | None = None  # of the hyperparameters searched so far
@@ -435,58 +565,47 @@ class HeldOutSearch:
         correctly, every narrower posterior predicts them better, down to certainty. The prior of the temperature counts
         too; else a width would be chosen for the large temperature that comes with it.
 
-        Where the network is large and the head gives outputs at every prior precision from one set of backward passes,
-        all trials are made from these; what was chosen is then tried once more, exactly.
+        Where the head gives outputs at every prior precision from one set of backward passes, all trials are made from
+        these, nearly. What was chosen is then tried once more, exactly, and so is the first for its temperature. A
+        search that came so near to one of its limits that the difference may have decided is made again, with exact
+        trials alone.
         """
         name, base = width_parameter_of(self.posterior), self.posterior.settings
-        tried, self._loss.untempered = dict[float, _Tried](), None
         self.bar.begin_search()
+        found = self._nearly(base) if name == "prior_precision" else None
+        if found is None:
+            found = _WidthSearch(self._try, self._loss, base, name)
+            self._keep(found.tried[found.find()].trial)
+        self._note_width(HYPERPARAMETERS[name].label, found.best.trial.objective)
 
-        def at(decade: float) -> float:
-            if decade not in tried:
-                tried[decade] = self._try(scale_width(base, name, 10.0**decade))
-            return tried[decade].penalised
+    def _nearly(self, base: Hyperparameters) -> _WidthSearch | None:
+        """A search by trials that are nearly right, whose choice is tried exactly and kept; None where it leaves a
+        doubt, or the head has no such trials.
+        """
+        with self._loss.approximated(base) as approximated:
+            if not approximated:
+                return None
+            found = _WidthSearch(self._try, self._loss, base, "prior_precision")
+            decade = found.find()
+        nearly, trials = found.tried[decade], self.trials.trials
+        begin = trials.index(found.tried[0.0].trial)
+        if decade < 0 and self._tempered:  # at the temperature of the first, as all wider ones
+            if not self._retuned:
+                self._replace(found, 0.0, base)
+            self._loss.temperature = found.tried[0.0].trial.settings.temperature
+        self._replace(found, decade, nearly.trial.settings)
+        self._loss.temperature = None
+        if found.closest <= _DOUBT + abs(found.tried[decade].penalised - nearly.penalised):
+            del trials[begin:]
+            return None
+        self._keep(found.tried[decade].trial)
+        return found
 
-        def accepted(decade: float) -> bool:
-            best = min(tried.values(), key=lambda each: each.penalised)
-            if decade >= 0:
-                return at(decade) <= min(best.penalised, network) + allowed
-            return at(decade) <= best.penalised + _MAX_COST and self._harmless(tried[decade].losses)
-
-        saves = name == "prior_precision" and backward_dominates(self.posterior)
-        in_one = self._loss.approximated(base) if saves else nullcontext(False)
-        with in_one as approximated:
-            at(0.0)
-            network = self._loss.of_network(base.noise_scale)
-            likelihood, step = self.posterior.likelihood, _FIRST_STEP
-            # of a density, certainty about a few labels is no reason
-            allowed = (
-                max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
-            )
-            if accepted(0.0):
-                # no wider than the evidence, which is wide, nor than a training found its variances
-                widest = _MAX_WIDER if likelihood.has_divergence else 0.0
-                widest = widest if name == "prior_precision" else min(widest, log10(get_width(base, name)))
-                self._loss.temperature = tried[0.0].trial.settings.temperature
-                while step <= widest and accepted(-step):
-                    step *= 2
-                self._loss.temperature = None
-            else:
-                while not accepted(step) and step < _MAX_NARROWER:
-                    step *= 2
-                refused = max(decade for decade in tried if decade < step)
-                while step - refused > _FIRST_STEP:
-                    middle = (refused + step) / 2
-                    refused, step = (refused, middle) if accepted(middle) else (middle, step)
-            chosen = min(filter(accepted, tried), default=max(tried))
-        if approximated:
-            nearly = tried[chosen].trial
-            self._loss.temperature = nearly.settings.temperature if chosen < 0 else None
-            tried[chosen] = self._try(nearly.settings)
-            self._loss.temperature = None
-            self.trials.trials.remove(nearly)
-        self._keep(tried[chosen].trial)
-        self._note_width(HYPERPARAMETERS[name].label, min(each.trial.objective for each in tried.values()))
+    def _replace(self, found: _WidthSearch, decade: float, settings: Hyperparameters) -> None:
+        """Put an exact trial in the place of one that was nearly right."""
+        trials, nearly = self.trials.trials, found.tried[decade].trial
+        found.tried[decade] = self._try(settings)
+        trials[trials.index(nearly)] = trials.pop()
 
     def set_other(self, name: str) -> None:
         """Minimise the loss over ``"residual_weight"``, ``"scale"`` or ``"noise_scale"``, from the present values; keep
@@ -574,21 +693,6 @@ class HeldOutSearch:
         if name == "noise_scale":
             penalty += self._loss.noise_reluctance(settings.noise_scale) / max(1, self._loss.labels)
         return penalty
-
-    def _harmless(self, losses: Tensor) -> bool:
-        """Whether losses by sample are no worse than those of the first evaluation by more than `_MAX_HARM` a label,
-        and that by `_ERRORS` standard errors.
-        """
-        reference = self._loss.untempered
-        if reference is None or reference.shape != losses.shape:
-            return False
-        harm, count = losses - reference, max(1, self._loss.labels)
-        if not bool(harm.any()):  # the reference itself, also of a single sample
-            return True
-        if len(harm) < 2:
-            return False
-        error = len(harm) ** 0.5 * float(harm.std()) / count
-        return float(harm.sum()) / count + _ERRORS * error <= _MAX_HARM
 
     def _note_width(self, label: str, best: float) -> None:
         assert self._best is not None

@@ -42,7 +42,7 @@ from posthoc_uq.fitting.faithful import (
     rows_named,
     set_faithful,
 )
-from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
+from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
 from posthoc_uq.fitting.prior import DIVERGENCE, knows_noise
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
@@ -204,13 +204,19 @@ def tuned_by_labels(
     *,
     head: str | None,
     seed: int,
+    retuned: bool,
     progress: bool,
     options: dict[str, Any],
-) -> Posterior:
-    """`tune` by held-out labels with all else at its default."""
-    return _ByHeldOutLabels(
-        posterior, loader, reader, head=head, seed=seed, progress=progress, options=options
-    ).tuned()
+) -> tuple[Posterior, Evaluated | None]:
+    """`tune` by held-out labels with all else at its default, and what its last exact evaluation was made of.
+
+    Args:
+        retuned: whether the temperature is found again at the width that is chosen.
+    """
+    search = _ByHeldOutLabels(
+        posterior, loader, reader, head=head, seed=seed, progress=progress, options=options, retuned=retuned
+    )
+    return search.tuned(), search.evaluated
 
 
 def tell_returned(posterior: Posterior, progress: bool) -> None:
@@ -447,8 +453,12 @@ class _ByKnownNoise(_ByFaithfulness):
             )
 
 
+@dataclass
 class _ByHeldOutLabels(_Search):
     criterion = "likelihood"
+
+    retuned: bool = False
+    evaluated: Evaluated | None = None
 
     def check(self) -> None:
         self.check_data()
@@ -477,6 +487,7 @@ class _ByHeldOutLabels(_Search):
             settings,
             [first, *others] if first in names and first is not None else others,
             tempered=tempered,
+            retuned=self.retuned,
             max_evaluations=self.max_evaluations,
             progress=self.progress,
         )
@@ -487,6 +498,7 @@ class _ByHeldOutLabels(_Search):
                 search.set_other(name)
             if not names:
                 search.set_temperature()
+        self.evaluated = loss.evaluated()
         return search.finish()
 
     def names(self) -> list[str]:

@@ -155,6 +155,15 @@ class OutputGaussian(NamedTuple):
         )
         return parts[0]._replace(mean=mean, variance=variance, covariance=covariance)
 
+    def picked(self, rows: Tensor) -> OutputGaussian:
+        """Those of some inputs, of outputs without positions; `rows` are indices or a mask."""
+        index, covariance = rows.to(self.mean.device), self.covariance
+        if isinstance(covariance, LogitCovariance):
+            covariance = covariance.mapped(lambda part: part[index])
+        elif covariance is not None:
+            covariance = covariance[index]
+        return self._replace(mean=self.mean[index], variance=self.variance[index], covariance=covariance)
+
     def times(self, factor: float) -> OutputGaussian:
         """With all variances and covariances multiplied by a factor."""
         covariance = self.covariance
