@@ -138,7 +138,7 @@ def of_heads(model: nn.Module, posterior: uq.Posterior, x: Tensor) -> dict[str, 
         predictor = uq.wrap(model, posterior, head, **options)
         prediction = predictor(x)
         found |= {f"{head} {key}": value for key, value in prediction.to_dict().items()}
-        found[f"{head} novelty"] = predictor.novelty(x)
+        found[f"{head} novelty"] = predictor.novelty(x, of="class")
     return found
 
 

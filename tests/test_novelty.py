@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import short, short_options, without_training
+from novelty_by_definition import over_layers, with_one
 from posterior_helpers import blocks_of, dense_covariance, dense_jacobian
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,17 +85,23 @@ def dense(train: Tensor, classes: Tensor, test: Tensor, smoothing: float) -> Ten
     return torch.stack(found).amin(0)
 
 
-def expected(
-    model: Any, x: Tensor, test: Tensor, smoothing: float, likelihood: str = "classification"
-) -> Tensor:
+def classes_of(model: Any, x: Tensor, likelihood: str = "classification") -> Tensor:
     outputs = model(x).detach()
-    classes = {
-        "classification": outputs.argmax(1) if outputs.ndim == 2 else None,
+    return {
+        "classification": outputs.argmax(1) if outputs.ndim == 2 else torch.zeros(0),
         "binary": (outputs.flatten() > 0).long(),
         "regression": torch.zeros(len(x)),
     }[likelihood]
-    assert classes is not None
-    return dense(model.features(x).detach(), classes, model.features(test).detach(), smoothing)
+
+
+def of_last_layer(model: Any, x: Tensor, test: Tensor, smoothing: float) -> Tensor:
+    return dense(model.features(x).detach(), classes_of(model, x), model.features(test).detach(), smoothing)
+
+
+def expected(model: Any, x: Tensor, test: Tensor, likelihood: str = "classification") -> Tensor:
+    """By the last layer's inputs and the row that enters the network."""
+    train, other = ([with_one(model.features(rows).detach()), with_one(rows)] for rows in (x, test))
+    return torch.from_numpy(over_layers(train, classes_of(model, x, likelihood).numpy(), other))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -106,11 +113,14 @@ def test_every_method_by_definition(method: str) -> None:
     network = model if method == "message_passing" else predictor._network
     test = inputs(20, seed=2)
     for smoothing in (1e-4, 3e-3):
-        found = predictor.novelty(test, smoothing=smoothing)
+        found = predictor.novelty(test, of="class", smoothing=smoothing)
         torch.testing.assert_close(
-            found.double(), expected(network, x, test, smoothing), rtol=2e-3, atol=1e-7
+            found.double(), of_last_layer(network, x, test, smoothing), rtol=2e-3, atol=1e-7
         )
         assert found.dtype == torch.float32 and bool((found > 0).all()) and bool((found <= 1).all())
+    found, of_last = predictor.novelty(test), predictor.novelty(test, of="class")
+    torch.testing.assert_close(found.double(), expected(network, x, test), rtol=3e-3, atol=1e-7)
+    assert bool((found >= of_last).all()) and bool((found > of_last).any())
     assert "by inputs of 'last', 3 Grams of 8 features" in str(posterior.report())
 
 
@@ -125,7 +135,7 @@ def test_other_likelihoods_and_heads(likelihood: str, outputs: int, head: str) -
     test = inputs(9, seed=3)
     options: dict[str, Any] = {"novelty": True, "n_samples": 2} if head == "sampling" else {}
     predictor = uq.wrap(model, posterior, head=head, **options)
-    wanted = expected(model, x, test, posterior.features.smoothing, likelihood)
+    wanted = expected(model, x, test, likelihood)
     prediction = predictor(test)
     torch.testing.assert_close(prediction.novelty().double(), wanted, rtol=2e-3, atol=1e-7)
     assert torch.equal(score_of(prediction, "novelty"), prediction.novelty())
@@ -141,7 +151,7 @@ def test_also_where_the_posterior_does_not_cover_the_last_layer(layers: str, eng
     posterior = fitted(model, x, layers=layers)
     test = inputs(9, seed=3)
     prediction = uq.wrap(model, posterior, head="linearized", engine=engine)(test)
-    wanted = expected(model, x, test, 3e-4)
+    wanted = expected(model, x, test)
     torch.testing.assert_close(prediction.novelty().double(), wanted, rtol=2e-3, atol=1e-7)
 
 
@@ -162,7 +172,7 @@ class Body(nn.Sequential):
 def test_predictions_of_every_head_know_it(layers: Any, head: str) -> None:
     model, x, test = make(), inputs(), inputs(20, seed=2)
     posterior = fitted(model, x, layers=layers)
-    whole = expected(model, x, test, posterior.features.smoothing).float()
+    whole = expected(model, x, test).float()
     for options in [{}] if head != "sampling" else [{}, {"batched": False}]:
         predictor = uq.wrap(model, posterior, head, **options)
         assert torch.allclose(predictor(test).novelty(), whole, rtol=1e-3)
@@ -179,22 +189,20 @@ def test_a_prediction_computes_it_when_it_is_first_read(
     model, x, test = make(), inputs(), inputs(20, seed=2)
     posterior = fitted(model, x)
     assert posterior.features is not None
-    predictor, whole = uq.wrap(model, posterior, head), expected(model, x, test, posterior.features.smoothing)
+    predictor, whole = uq.wrap(model, posterior, head), expected(model, x, test)
     computed: list[int] = []
 
-    def counted(own: Any, rows: Tensor, smoothing: float | None = None) -> Tensor:
+    def counted(own: Any, rows: Tensor) -> Tensor:
         computed.append(len(rows))
-        return original(own, rows, smoothing)
+        return original(own, rows)
 
     grams = type(posterior.features)
-    original = grams.novelty
-    monkeypatch.setattr(grams, "novelty", counted)
+    original = grams.over_layers
+    monkeypatch.setattr(grams, "over_layers", counted)
     prediction = predictor(test)
     prediction.probs, prediction.entropy(), repr(prediction), prediction.picked(slice(3))
     assert computed == []
-    posterior.features.smoothing *= 2  # of the call's moment
     assert torch.allclose(prediction.picked(slice(5, 8)).novelty(), whole[5:8].float(), rtol=1e-3)
-    posterior.features.smoothing /= 2
     assert torch.allclose(prediction.novelty(), whole.float(), rtol=1e-3)
     assert prediction.novelty() is prediction.novelty() and computed == [3, 20]
     made = [predictor(part) for part in test.split(8)]

@@ -25,7 +25,7 @@ from posthoc_uq.files import atomic
 from posthoc_uq.heads.closed_form import ClosedForm
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.novelty import class_novelty
+from posthoc_uq.heads.novelty import novelty
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods.conformal import (
@@ -101,7 +101,7 @@ class _Program(nn.Module):
         """By one pass of the trained network."""
         if self.network is None:
             return prediction
-        return prediction.with_novelty(class_novelty(self.network, self._posterior, Batch(args)))
+        return prediction.with_novelty(novelty(self.network, self._posterior, Batch(args)))
 
     def forward(self, *args: Any) -> NamedTuple:
         prediction = self._predicted(*args)

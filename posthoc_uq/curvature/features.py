@@ -1,10 +1,13 @@
-"""Features, the inputs of a model's last layer: which layer that is, and its inputs as one row a sample."""
+"""Features, the inputs of a model's last layer: which layer that is, and its inputs as one row a sample. Stages, the
+inputs of a few layers before it: which these are, and what of their positions makes one row a sample.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -15,15 +18,29 @@ from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import Recording, is_lookup_of
+from posthoc_uq.layers.capture import Recording, WatchedCalls, WatchedLayer
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import Prepared, first_samples
-from posthoc_uq.layers.rules import AffineCall, LayerGradients
+from posthoc_uq.layers.rules import LayerGradients, Linear, Product
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
+STAGES = {"row": 1, "mean": 1, "deviation": 2, "roughness": 3}
+"""What is told of a stage, with the numbers for each of its channels: the row itself, where it has no positions; of
+positions the mean; the mean and the deviation; these and the roughness, the root mean square of the differences of
+neighbours."""
+MAX_STAGES = 3  # of a network
+_MAX_STAGE = 1024  # numbers of a stage
+_MAX_ROW = 512  # of the row that enters a network without positions
+
+
+def size_of(layer: Layer, source: str) -> int:
+    """Features of a sample, by what is told of a layer's inputs; a 1 is among them, if not all layers have a bias."""
+    if source in STAGES:
+        return STAGES[source] * layer.groups * layer.channels + 1
+    return layer.groups * layer.inputs
 
 
 @dataclass(frozen=True)
@@ -33,10 +50,11 @@ class FeatureSource:
     Attributes:
         layer: the layer whose inputs are the features.
         source: ``"outputs"`` where the layer's outputs are the model's, ``"positions"`` where it gives every position
-            its classes, ``"pooled"`` elsewhere.
+            its classes, ``"pooled"`` elsewhere; of a stage a key of `STAGES`.
         outputs: numbers that the model gives for one sample, or for one position.
         by_class: False where samples have no one class; None elsewhere.
         pointwise: whether the layer's outputs at a position are the model's at this position.
+        stages: of the same samples, in the order of the pass.
     """
 
     layer: Layer
@@ -44,11 +62,118 @@ class FeatureSource:
     outputs: int
     by_class: bool | None = None
     pointwise: bool = False
+    stages: tuple[FeatureSource, ...] = ()
 
     @property
     def size(self) -> int:
         """Features of a sample, the bias's 1 included."""
-        return self.layer.groups * self.layer.inputs
+        return size_of(self.layer, self.source)
+
+    @property
+    def watched(self) -> tuple[WatchedLayer, ...]:
+        """What a pass keeps for it."""
+        return watched_for(self.layer, [(stage.layer, stage.source) for stage in self.stages])
+
+
+def watched_for(layer: Layer, stages: Sequence[tuple[Layer, str]] = ()) -> tuple[WatchedLayer, ...]:
+    """What a pass keeps for novelty: the inputs of the last layer, and what is told of those of the stages."""
+    return WatchedLayer(layer), *(
+        WatchedLayer(own, partial(stage_rows, own, source)) for own, source in stages
+    )
+
+
+def calls_of(calls: Sequence[Call], layer: Layer) -> list[Call]:
+    """Of the calls of a pass those of a layer."""
+    return [call for call in calls if call.layer.weight == layer.weight]
+
+
+def rows_of_stage(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
+    """What a pass kept of a stage, ``(samples, features)``.
+
+    Raises:
+        PosthocUQError: the layer did not run exactly once.
+    """
+    own = calls_of(calls, layer)
+    if len(own) != 1 or own[0].input.shape[0] != samples:
+        raise PosthocUQError(
+            f"The novelty of an input goes also by what enters layer '{layer.name}', which ran {len(own)} times for "
+            f"these {samples} samples, and once in the fit; ask for predictor.novelty(..., of='class'), which goes by "
+            f"the last layer alone, and wrap with novelty=False."
+        )
+    return own[0].input
+
+
+def stage_rows(layer: Layer, source: str, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """What is told of the input of a layer as one row a sample, ``(samples, features)``, in float32 at least.
+
+    Args:
+        layer: of the stage.
+        source: a key of `STAGES`.
+        x: its input, ``(samples, channels, *positions)`` of a convolution, ``(samples, *positions, channels)``
+            elsewhere.
+        attention_mask: `Batch.attention_mask`; positions that it leaves out do not count.
+    """
+    with without_autocast(x.device.type):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x if layer.convolutional else layer.rule.features(x)
+        grid = tuple(x.shape[2:]) if layer.convolutional else tuple(x.shape[1:-1])
+        shares = None if source == "row" else _shares_of_positions(attention_mask, x, grid)
+        parts = [x] if source == "row" else _moments(x, layer.convolutional, source != "mean", shares)
+        if source == "roughness":
+            parts.append(_roughness(x, None if shares is None else shares.reshape(len(x), *grid)))
+        return torch.cat([*parts, parts[0].new_ones(()).expand(x.shape[0], 1)], 1)
+
+
+def _shares_of_positions(mask: Tensor | None, x: Tensor, grid: tuple[int, ...]) -> Tensor | None:
+    """``(samples, positions)`` of sum 1, or None where all count alike."""
+    if mask is None or tuple(mask.shape) != (x.shape[0], prod(grid)):
+        return None
+    attended = (mask != 0).to(x.device)
+    attended = (attended | ~attended.any(1, keepdim=True)).to(x)
+    return attended / attended.sum(1, keepdim=True)
+
+
+def _moments(x: Tensor, channels_first: bool, deviation: bool, shares: Tensor | None) -> list[Tensor]:
+    """Mean and deviation over positions, each ``(samples, channels)``. How fast a reduction is goes by the layout."""
+    x, dim = (x.flatten(2), 2) if channels_first else (x.reshape(x.shape[0], -1, x.shape[-1]), 1)
+    count = x.shape[dim]
+    if shares is None:  # under a tracer a node named "mean" may have the name of an output
+        means = x.sum(dim, keepdim=True) / count
+    else:
+        shares = shares.unsqueeze(1 if channels_first else 2)
+        means = (x * shares).sum(dim, keepdim=True)
+    found = [means.squeeze(dim)]
+    if deviation:
+        apart = x - means
+        if shares is not None:
+            squares = (apart.square() * shares).sum(dim)
+        elif channels_first:
+            squares = torch.linalg.vector_norm(apart, dim=2).square() / count
+        else:
+            squares = apart.square_().sum(1) / count
+        found.append(squares.sqrt())
+    return found
+
+
+def _roughness(x: Tensor, shares: Tensor | None) -> Tensor:
+    """The root of the mean square of the differences of neighbours, ``(samples, channels)``, the mean of the squares
+    over the directions of the positions ``(samples, channels, *positions)``.
+    """
+    directions: list[Tensor] = []
+    for dim in range(2, x.ndim):
+        if x.shape[dim] < 2:
+            continue
+        apart = (x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)).flatten(2)
+        if shares is None:
+            squares = torch.linalg.vector_norm(apart, dim=2).square() / apart.shape[2]
+        else:  # of pairs that count both
+            size = shares.shape[dim - 1] - 1
+            both = (shares.narrow(dim - 1, 1, size) * shares.narrow(dim - 1, 0, size)).flatten(1).unsqueeze(1)
+            squares = (apart.square() * both).sum(2) / both.sum(2).clamp(min=torch.finfo(x.dtype).tiny)
+        directions.append(squares)
+    if not directions:
+        return torch.zeros_like(x.flatten(2)[:, :, 0])
+    return (sum(directions[1:], directions[0]) / len(directions)).sqrt()
 
 
 def feature_rows(
@@ -63,7 +188,7 @@ def feature_rows(
     features)``.
 
     Args:
-        calls: of the layer, in one pass.
+        calls: of one pass, those of the layer among them.
         layer: the layer.
         samples: number of samples in the batch.
         by_position: whether every position has a row.
@@ -73,6 +198,7 @@ def feature_rows(
         PosthocUQError: the layer did not run exactly once.
         UnsupportedLayerError: the samples cannot be told apart in its input.
     """
+    calls = calls_of(calls, layer)
     if len(calls) != 1:
         raise PosthocUQError(
             f"The novelty of an input goes by what enters layer '{layer.name}', which ran {len(calls)} times in this "
@@ -80,7 +206,7 @@ def feature_rows(
         )
     with without_autocast(calls[0].input.device.type):
         dtype = torch.promote_types(calls[0].input.dtype, torch.float32)
-        operand = LayerGradients(layer, list(calls), samples, 0).activations(dtype)[0]
+        operand = LayerGradients(layer, calls, samples, 0).activations(dtype)[0]
         numbers = operand.positions * layer.groups * layer.inputs * 8
         step = max(1, CPU_TEMPORARY // numbers)
         parts = [operand]
@@ -109,26 +235,25 @@ def grid_of(call: Call) -> tuple[int, ...]:
 
 
 @contextmanager
-def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
-    """Catch a layer's inputs while the body runs `model`, with gradients or without.
+def watching(
+    model: nn.Module, watched: Sequence[WatchedLayer], attention_mask: Tensor | None = None
+) -> Generator[list[Call]]:
+    """Catch what layers get while the body runs `model`, with gradients or without.
 
     Raises:
         PosthocUQError: the model has no such weight.
     """
-    weight = dict(model.named_parameters()).get(layer.weight)
-    if weight is None:
+    try:
+        seen = WatchedCalls(model, watched, attention_mask)
+    except AttributeError:
+        names = dict(model.named_parameters())
+        layer = next(watch.layer for watch in watched if watch.layer.weight not in names)
         raise PosthocUQError(
             f"The novelty of an input goes by what enters layer '{layer.name}', and the model has no parameter "
             f"'{layer.weight}'; pass the model that the posterior was fitted on."
-        )
-    calls: list[Call] = []
-
-    def note(use: AffineCall, _: Tensor) -> None:
-        if not is_lookup_of(use, layer):
-            calls.append(Call(layer, use.input.detach().clone(), use.geometry))
-
-    with CallWatcher({id(weight)}, note, anchored=False):
-        yield calls
+        ) from None
+    with CallWatcher(seen.weights, lambda use, _: seen.note(use), anchored=False):
+        yield seen.calls
 
 
 def find_features(
@@ -137,6 +262,9 @@ def find_features(
     """The last weighted layer before the outputs (of several the one that runs last), if its input is one row a sample
     or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a
     position its classes: it is a linear layer or a pointwise convolution, on the grid of the outputs or a coarser one.
+
+    Its stages are the first, the middle and the last of the layers before it whose inputs have positions, one for each
+    tensor; of a network without positions what enters its first layer.
 
     The numbers decide: two samples in one batch must give the same rows as each of them alone. A graph, or what else is
     not cut, is always alone.
@@ -158,7 +286,7 @@ def find_features(
         check_refused(error, lambda: _found(prepared, pair, likelihood), plainly)
         return None
     finally:
-        capture.watched = None
+        capture.watched = ()
 
 
 def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> FeatureSource | None:
@@ -167,7 +295,8 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
         return None
     capture, layer, samples = prepared.capture, last[0].layer, 1 if pair.whole else 2
-    capture.watched = layer
+    stages = [] if pair.whole else _stages(prepared, layer)
+    capture.watched = watched_for(layer, stages)
     together = capture.run(pair, samples)
     alone = [capture.run(pair.narrow(i, 1, samples), 1) for i in range(samples)]
     if any(one.outputs.shape[:1] != (1,) for one in alone) or together.outputs.shape[:1] != (samples,):
@@ -184,7 +313,52 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(samples, -1)
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
     by_class = None if layout is None else False
-    return FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1], by_class)
+    found = FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1], by_class)
+    of_stages = [
+        replace(found, layer=own, source=source)
+        for own, source in stages
+        if all(len(calls_of(recording.watched, own)) == 1 for recording in (together, *alone))
+        if _stage_agrees(together, alone, own)
+    ]
+    return replace(found, stages=tuple(of_stages))
+
+
+def _stage_agrees(together: Recording, alone: Sequence[Recording], layer: Layer) -> bool:
+    """Whether a stage gives two samples of one batch the rows that it gives each of them alone."""
+    rows, *others = (calls_of(recording.watched, layer)[0].input for recording in (together, *alone))
+    return rows.shape[0] == len(others) and _agree(torch.cat(others), rows)
+
+
+def _has_channels(layer: Layer) -> bool:
+    """Whether a layer's inputs are one tensor of channels at positions."""
+    return layer.convolutional or layer.kind in (Linear.kind, Product.kind)
+
+
+def _stages(prepared: Prepared, last: Layer) -> list[tuple[Layer, str]]:
+    """Layers before the last one that may be stages, and what is told of their inputs."""
+    weights = [tracked.layer.weight for tracked in prepared.found]
+    before = [t for t in prepared.found[: weights.index(last.weight)] if t.layer.rule.matrices]
+    alone = [t for t in before if t.uses == 1 and _has_channels(t.layer)]
+    several = list[Layer]()
+    for tracked in alone:
+        layer, shape = tracked.layer, tracked.input_shape
+        positions = prod(shape[2:]) if layer.convolutional else prod(shape[1:-1])
+        fits = len(shape) > 2 and positions > 1 and size_of(layer, "mean") <= _MAX_STAGE + 1
+        if fits and tracked.input_of == layer.weight:
+            several.append(layer)
+    if several:
+        found = list[tuple[Layer, str]]()
+        for place in sorted({round(share * (len(several) - 1)) for share in (0, 0.5, 1)}):
+            layer = several[place]
+            told = ["roughness"] if place == 0 and layer.convolutional else []
+            told = [*told, "deviation", "mean"]
+            found.append((layer, next(each for each in told if size_of(layer, each) <= _MAX_STAGE + 1)))
+        return found
+    if alone and before[0] is alone[0] and len(alone[0].input_shape) == 2:
+        layer = alone[0].layer
+        if not layer.convolutional and size_of(layer, "row") <= _MAX_ROW + 1:
+            return [(layer, "row")]
+    return []
 
 
 def _of_positions(
@@ -195,7 +369,7 @@ def _of_positions(
     samples, positions = len(outputs), layout.positions(outputs)
     rows, grid = (
         feature_rows(together.watched, layer, samples, by_position=True),
-        grid_of(together.watched[0]),
+        grid_of(calls_of(together.watched, layer)[0]),
     )
     if not _agree(torch.cat([feature_rows(one.watched, layer, 1, by_position=True) for one in alone]), rows):
         return None

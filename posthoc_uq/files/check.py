@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from math import inf
 
 import torch
-from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
@@ -16,6 +15,7 @@ from posthoc_uq.core.records import validate_record
 from posthoc_uq.files.records import EvidenceRecord
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.posteriors.block import LOG_DETERMINANT, PrecisionSettings, largest_of
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
 
 _MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
@@ -74,7 +74,7 @@ def check_together(posterior: Posterior) -> None:
         CorruptPosteriorError: names the block.
     """
     if posterior.features is not None:
-        _check_features(posterior.features.tensors())
+        _check_features(posterior.features)
     settings, prior, noise_power = posterior.settings, posterior.weight_prior, posterior.evidence.noise_power
     if posterior.likelihood.noise_variance is None:
         noise_power = 0  # the noise scale does not enter the weights' precision
@@ -98,11 +98,15 @@ def check_together(posterior: Posterior) -> None:
             raise CorruptPosteriorError(f"block '{name}' {fault}")
 
 
-def _check_features(tensors: Mapping[str, Tensor]) -> None:
-    limit = 1.5 * tensors["basis"].shape[0]
-    traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
-    if float(traces.max()) > limit or largest_of(tensors["residual"]) > limit:
-        raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
+def _check_features(features: FeatureGrams) -> None:
+    for grams in (features, *features.stages):
+        limit = 1.5 * grams.basis.shape[0]
+        traces = as_double(grams.diagonal).sum(1) + as_double(grams.factors).square().sum((1, 2))
+        if float(traces.max()) > limit or largest_of(grams.residual) > limit:
+            raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
+        scale = grams.scale
+        if scale is not None and not (bool((scale[:-1].diff() >= 0).all()) and float(scale[-1]) > 0):
+            raise CorruptPosteriorError("its features have quantiles that do not ascend")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from posthoc_uq.core.records import (
     check_plain,
     validate_record,
 )
+from posthoc_uq.curvature.features import MAX_STAGES, STAGES
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
 from posthoc_uq.files.tensors import (
@@ -116,16 +117,28 @@ class PriorRecord(Record):
         return self
 
 
-class FeaturesRecord(Record):
-    """The statistics of the last layer's inputs (`posthoc_uq.posteriors.features`)."""
-
+class _GramsRecord(Record):
     layer: NamedLayerRecord
-    source: Annotated[str, among(SOURCES)]
     samples: Count
     smoothing: Annotated[float, Field(ge=1e-12, le=1e12)]
     classes: Side
     width: Side
     rank: Natural
+
+
+class StageRecord(_GramsRecord):
+    """The statistics of what enters a layer before the last one."""
+
+    source: Annotated[str, among(STAGES)]
+
+
+class FeaturesRecord(_GramsRecord):
+    """The statistics of the last layer's inputs, and of stages before it (`posthoc_uq.posteriors.features`)."""
+
+    source: Annotated[str, among(SOURCES)]
+    stages: Annotated[list[StageRecord], Field(max_length=MAX_STAGES)] = Field(
+        default_factory=list[StageRecord]
+    )
 
 
 class EvidenceRecord(Record):
@@ -358,7 +371,8 @@ class Description(Record):
                     f"has the likelihood {likelihood.name!r}, which contradicts its {outputs} outputs"
                 )
             classes = likelihood.classes(outputs)
-        if self.features is not None and classes is not None and self.features.classes > classes:
+        grams = [] if self.features is None else [self.features, *self.features.stages]
+        if classes is not None and any(each.classes > classes for each in grams):
             raise ValueError(f"has features of more classes than the {classes} that there are")
         return self
 
@@ -366,10 +380,10 @@ class Description(Record):
         if self.features is None:
             return None
         last = self.features.layer
-        if last.name in self.layers and self.layers[last.name].model_dump() != last.model_dump(
-            exclude={"name"}
-        ):
-            raise ValueError(f"has features of a layer '{last.name}' that is another one")
+        for layer in (last, *(stage.layer for stage in self.features.stages)):
+            known = self.layers.get(layer.name)
+            if known is not None and known.model_dump() != layer.model_dump(exclude={"name"}):
+                raise ValueError(f"has features of a layer '{layer.name}' that is another one")
         return last.groups * last.outputs if self.features.source != "pooled" else None
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.curvature.features import watching
+from posthoc_uq.curvature.features import calls_of, watched_for, watching
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearized_outputs import ChosenOutputs, LastLayerOutputs
-from posthoc_uq.heads.novelty import class_novelty, novelty_of_calls
+from posthoc_uq.heads.novelty import novelty_of_calls
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.draws import OutputGaussian
@@ -54,10 +54,16 @@ class ClosedForm:
     def __call__(self, *args: Any) -> Prediction:
         """The prediction of a batch."""
         posterior, layer, batch = self._posterior, self._layer, Batch(args)
-        with watching(self.network, layer) as calls:
+        features = posterior.features if self._novelty else None
+        watched = watched_for(layer)
+        if features is not None:
+            watched = (*features.watched, *(w for w in watched if w.layer.weight != features.layer.weight))
+        with watching(self.network, watched, batch.attention_mask) as calls:
             outputs = batch.call(self.network)
         samples = outputs.shape[0]
-        operand = LayerGradients(layer, calls, samples, 0).activations(self._weights.dtype)[0]
+        operand = LayerGradients(layer, calls_of(calls, layer), samples, 0).activations(self._weights.dtype)[
+            0
+        ]
         found = LastLayerOutputs(
             self._chosen,
             self._chosen.layout(outputs, samples),
@@ -69,11 +75,7 @@ class ClosedForm:
             covariance=self._covariance,
         )
         prediction = self._prediction_of(found.gaussian())
-        if not self._novelty:
+        if features is None:
             return prediction
-        assert posterior.features is not None
-        if posterior.features.layer.weight == layer.weight:  # whose inputs are the features
-            ratio = novelty_of_calls(posterior.features, calls, batch)
-        else:
-            ratio = class_novelty(self.network, posterior, batch)
+        ratio = novelty_of_calls(features, calls, batch)
         return prediction.with_novelty(novelty_at(ratio, found.sizes, found.picked))

@@ -93,7 +93,7 @@ class LinearizedNetwork:
             track_layers(self.network, self._posterior, batch.copied()),
             self._posterior.features,
         )
-        capture.watched = features.layer if self._tells_novelty and features is not None else None
+        capture.watched = features.watched if self._tells_novelty and features is not None else ()
         return capture
 
     def last(self, batch: Batch) -> LastLayer | None:
@@ -487,8 +487,8 @@ class LinearizedPredictor(GaussianPredictor):
         weights, last = self._weight_covariance(), prepared.last(batch)
         alone = last if self._engine == "auto" and len(self._posterior.layers) == 1 else None
         if alone is not None and alone.hooked:
-            outputs, calls, own = alone.run(batch)
-            closed = alone.outputs(self._chosen, outputs, calls, samples, weights, calls, own)
+            outputs, calls, watched, own = alone.run(batch)
+            closed = alone.outputs(self._chosen, outputs, calls, samples, weights, [*calls, *watched], own)
             if closed is not None:
                 return closed
         from posthoc_uq.heads.linearization import Linearization

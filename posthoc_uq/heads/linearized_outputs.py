@@ -8,9 +8,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import as_double, without_autocast
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import owners
 from posthoc_uq.curvature.features import grid_of
 from posthoc_uq.heads.jacobians import Pulled, WeightCovariance, check_shape
-from posthoc_uq.layers.capture import Capture, is_plain
+from posthoc_uq.layers.capture import Capture, WatchedLayer, is_plain
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import Rows
 from posthoc_uq.likelihoods import Likelihood
@@ -182,7 +183,7 @@ class LinearizedOutputs(ABC):
         mean: the outputs used, in the shape of the model's, the positions that were picked as one dimension.
         sizes: of the dimensions that count the model's positions.
         picked: the positions used, ``(k,)``, or None for all.
-        watched: the calls of the layer whose inputs novelty is measured by, where the pass recorded them.
+        watched: the calls of the layers by whose inputs novelty is measured, where the pass recorded them.
         features: these inputs as rows, ``(samples, n)``, where they are known so.
     """
 
@@ -342,26 +343,51 @@ class LastLayer:
         tracked, network, watched = capture.tracked[name], capture.twin, capture.watched
         self.layer, self._rule, self._network = tracked.layer, tracked.layer.rule, network
         self._batch_axis, self._geometry = tracked.batch_axis, tracked.geometry
-        self._changed_later, self._of_novelty = tracked.keep_input, watched == tracked.layer
+        self._changed_later = tracked.keep_input
+        self._of_novelty = any(watch.layer == tracked.layer for watch in watched)
         self._weight = network.get_parameter(self.layer.weight)
         self._matrix = self._rule.to_matrix(self._weight, self.layer.groups)[0]
         self._bias = None if self.layer.bias is None else network.get_parameter(self.layer.bias)
         self._local, self._compared = threading.local(), False
         module = network.get_submodule(tracked.holders[0][0]) if len(tracked.holders) == 1 else None
+        others = [
+            (self._alone(watch.layer), watch) for watch in watched if watch.layer.weight != self.layer.weight
+        ]
         self.hooked = (
             module is not None
             and tracked.uses == 1
-            and (watched is None or watched.weight == self.layer.weight)
+            and len(others) == max(0, len(watched) - 1)
             and self._is_plain(module)
+            and all(other is not None for other, _ in others)
         )
         if self.hooked and module is not None:
             module.register_forward_hook(self._catch)
+            for other, watch in others:
+                cast(nn.Module, other).register_forward_pre_hook(
+                    partial(self._watch, watch), with_kwargs=True
+                )
 
     @staticmethod
     def of(capture: Capture) -> LastLayer | None:
         """Of the layers of a capture the last one whose outputs may be the model's, as far as gradients say."""
         ends = [name for name, tracked in capture.tracked.items() if tracked.ends]
         return LastLayer(capture, ends[-1]) if ends else None
+
+    def _alone(self, layer: Layer) -> nn.Module | None:
+        """The plain module that alone holds a layer's weight, and whose calls are all its uses; None elsewhere."""
+        weight = self._network.get_parameter(layer.weight)
+        holders = owners(self._network)[id(weight)]
+        module = holders[0][2]
+        own = dict(module.named_parameters(recurse=False)).get("weight")
+        return module if len(holders) == 1 and own is weight and is_plain(module) else None
+
+    def _watch(
+        self, watch: WatchedLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        calls: list[Call] | None = getattr(self._local, "watched", None)
+        if calls is not None:
+            given = (*args, *kwargs.values())
+            calls.extend(watch.call(x, self._geometry, self._local.mask) for x in given)
 
     def _is_plain(self, module: nn.Module) -> bool:
         """Whether calls of the module are all uses of the layer, and a pass that is not watched gives the same."""
@@ -381,18 +407,20 @@ class LastLayer:
                 writes = (output._version, kept._version) if counted else None
                 caught.append(CaughtCall(Call(self.layer, kept, self._geometry), output, writes))
 
-    def run(self, batch: Batch) -> tuple[Tensor, list[Call], bool]:
-        """The network's outputs for a batch, the calls of the layer, where it is `hooked`, and whether the outputs are
-        what one of them returned, which nothing wrote to afterwards.
+    def run(self, batch: Batch) -> tuple[Tensor, list[Call], list[Call], bool]:
+        """The network's outputs for a batch; the calls of the layer, where it is `hooked`, and those of the stages that
+        are watched; and whether the outputs are what one of the first returned, which nothing wrote to afterwards.
         """
-        self._local.caught = caught = list[CaughtCall]()
+        local = self._local
+        local.caught, local.watched, local.mask = list[CaughtCall](), list[Call](), batch.attention_mask
+        caught, watched = local.caught, local.watched
         try:
             with torch.enable_grad():  # a model may differentiate on its way
                 outputs = batch.copied().call(self._network)
         finally:
-            self._local.caught = None
+            local.caught = local.watched = local.mask = None
         own = any(call.writes is not None and call.returned(outputs) for call in caught)
-        return outputs.detach(), [call.call for call in caught], own
+        return outputs.detach(), [call.call for call in caught], watched, own
 
     def outputs(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,14 @@ from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.devices import TEMPORARY_BYTES, without_autocast
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import model_device, statistics_dtype
-from posthoc_uq.curvature.features import feature_rows, grid_of, watching
+from posthoc_uq.curvature.features import (
+    calls_of,
+    feature_rows,
+    grid_of,
+    rows_of_stage,
+    watched_for,
+    watching,
+)
 from posthoc_uq.heads.jacobians import (
     Gradient,
     WeightCovariance,
@@ -23,12 +30,13 @@ from posthoc_uq.heads.jacobians import (
     pull_back,
     track_layers,
 )
+from posthoc_uq.layers.capture import WatchedLayer
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.prediction import Unread
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
 
-Of = Literal["class", "top", "all"]
+Of = Literal["layers", "class", "top", "all"]
 
 _MAX_ROWS = 2**14  # samples or positions whose novelty is computed at once
 _MAX_HELD = 2**20  # bytes that a prediction holds for a novelty that nobody has read
@@ -40,14 +48,15 @@ NOT_KEPT = (
 
 
 def checked_of(of: str, posterior: Posterior) -> Of:
-    """The form of novelty: where a fit found no layer with one row a sample, ``"class"`` is ``"top"``.
+    """The form of novelty: where a fit found no layer with one row a sample, ``"layers"`` and ``"class"`` are
+    ``"top"``.
 
     Raises:
         PosthocUQError: there is no such form, or the posterior lacks what it needs.
     """
     if of not in get_args(Of):
         raise PosthocUQError(f"of must be one of {get_args(Of)}, not {of!r}.")
-    if of == "class" and posterior.features is None:
+    if of in ("layers", "class") and posterior.features is None:
         if posterior.history.novelty != "posterior":
             raise PosthocUQError(NOT_KEPT)
         return "top"
@@ -57,54 +66,107 @@ def checked_of(of: str, posterior: Posterior) -> Of:
 def class_novelty(
     network: nn.Module, posterior: Posterior, batch: Batch, smoothing: float | None = None
 ) -> Tensor:
-    """``(samples,)`` by the last layer's inputs, in one forward pass of `network`; see `FeatureGrams.novelty`."""
-    features = posterior.features
-    if features is None:
+    """``(samples,)`` by the last layer's inputs alone, in one forward pass of `network`; see `FeatureGrams.novelty`."""
+    features = known_features(posterior)
+    rows, grid = _rows_of_last(features, caught_calls(network, watched_for(features.layer), batch), batch)
+    return _computed(partial(features.novelty, smoothing=features.ridge_for(rows, smoothing)), rows, grid)
+
+
+def novelty(network: nn.Module, posterior: Posterior, batch: Batch) -> Tensor:
+    """``(samples,)`` by the last layer and the stages, in one forward pass of `network`; see
+    `FeatureGrams.over_layers`.
+    """
+    features = known_features(posterior)
+    return novelty_of_calls(features, caught_calls(network, features.watched, batch), batch)
+
+
+def known_features(posterior: Posterior) -> FeatureGrams:
+    """The statistics that novelty goes by.
+
+    Raises:
+        PosthocUQError: the posterior has none.
+    """
+    if posterior.features is None:
         raise PosthocUQError(NOT_KEPT)
-    return novelty_of_calls(features, last_calls(network, features, batch), batch, smoothing)
+    return posterior.features
 
 
-def last_calls(network: nn.Module, features: FeatureGrams, batch: Batch) -> list[Call]:
-    """The calls of the last layer in one forward pass of `network`."""
-    with _without_gradients(), watching(network, features.layer) as calls:
+def caught_calls(network: nn.Module, watched: Sequence[WatchedLayer], batch: Batch) -> list[Call]:
+    """The calls of these layers in one forward pass of `network`."""
+    with _without_gradients(), watching(network, watched, batch.attention_mask) as calls:
         (batch if torch.compiler.is_compiling() else batch.copied()).call(network)
     return calls
 
 
-def novelty_of_calls(
-    features: FeatureGrams, calls: Sequence[Call], batch: Batch, smoothing: float | None = None
-) -> Tensor:
-    """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
+def novelty_of_calls(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor:
+    """By the last layer and the stages, from their calls in a pass; ``(samples, *positions)`` where every position has
     features of its own.
     """
-    rows = rows_of(features, calls, batch)
-    novelty = _novelty_of_rows(features, features.ridge_for(rows, smoothing), rows)
-    return novelty.reshape(-1, *grid_of(calls[0])) if features.source == "positions" else novelty
+    if features.source == "positions":
+        rows, grid = _rows_of_last(features, calls, batch)
+    else:
+        rows, grid = rows_of(features, calls, batch), None
+    return _computed(_by_rows(features, rows), rows, grid)
 
 
 def novelty_when_read(features: FeatureGrams, rows: Tensor) -> Tensor | Unread:
-    """The novelty of samples with these rows of features, one each, computed when it is first read, where no more than
-    1 MiB has to be held for that; else at once.
+    """The novelty of samples with these rows of features, from `rows_of`, computed when it is first read, where no more
+    than 1 MiB has to be held for that; else at once.
 
     Raises:
         PosthocUQError: the features have another length than in the fit.
     """
-    compute = partial(_novelty_of_rows, features, features.ridge_for(rows))
+    compute = partial(_computed, _by_rows(features, rows))
     return Unread(compute, rows) if rows.nbytes <= _MAX_HELD else compute(rows)
 
 
-def rows_of(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor:
-    """The features of a batch as rows, from calls of the last layer."""
-    samples, by_position = count_samples(batch), features.source == "positions"
+def rows_of(
+    features: FeatureGrams, calls: Sequence[Call], batch: Batch, last: Tensor | None = None
+) -> Tensor:
+    """The features of a batch by the last layer and the stages, side by side, from their calls in a pass.
+
+    Args:
+        features: of the posterior.
+        calls: of the layers.
+        batch: the model's arguments.
+        last: the features of the last layer, where they are known.
+    """
+    samples = count_samples(batch)
     with _without_gradients():
-        return feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
+        if last is None:
+            last = feature_rows(calls, features.layer, samples, attention_mask=batch.attention_mask)
+        features.ridge_for(last)
+        parts = [rows_of_stage(calls, stage.layer, samples) for stage in features.stages]
+        return torch.cat([last, *(part.to(last) for part in parts)], 1) if parts else last
 
 
-def _novelty_of_rows(features: FeatureGrams, ridge: float, rows: Tensor) -> Tensor:
+def _rows_of_last(
+    features: FeatureGrams, calls: Sequence[Call], batch: Batch
+) -> tuple[Tensor, tuple[int, ...] | None]:
+    """The features of a batch by the last layer alone, and the positions that have one row each."""
+    by_position = features.source == "positions"
+    with _without_gradients():
+        samples, mask = count_samples(batch), batch.attention_mask
+        rows = feature_rows(calls, features.layer, samples, by_position, mask)
+    return rows, grid_of(calls_of(calls, features.layer)[0]) if by_position else None
+
+
+def _by_rows(features: FeatureGrams, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives the novelty of rows by all layers, at this moment's smoothing."""
+    if features.stages:
+        return features.over_layers
+    return partial(features.novelty, smoothing=features.ridge_for(rows))
+
+
+def _computed(
+    novelty: Callable[[Tensor], Tensor], rows: Tensor, grid: tuple[int, ...] | None = None
+) -> Tensor:
     if torch.compiler.is_compiling():  # the number of rows is a symbol
-        return features.novelty(rows, ridge).to(rows)
-    with _without_gradients(), without_autocast(rows.device.type):
-        return torch.cat([features.novelty(part, ridge).to(part) for part in rows.split(_MAX_ROWS)])
+        found = novelty(rows).to(rows)
+    else:
+        with _without_gradients(), without_autocast(rows.device.type):
+            found = torch.cat([novelty(part).to(part) for part in rows.split(_MAX_ROWS)])
+    return found if grid is None else found.reshape(-1, *grid)
 
 
 @contextmanager

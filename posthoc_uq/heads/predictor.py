@@ -43,12 +43,15 @@ from posthoc_uq.core.registry import shown_names
 from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
+    caught_calls,
     checked_of,
     class_novelty,
-    last_calls,
     novelty_of_calls,
     novelty_when_read,
     rows_of,
+)
+from posthoc_uq.heads.novelty import (
+    novelty as novelty_over_layers,
 )
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.layer import Call
@@ -641,7 +644,7 @@ class Predictor(nn.Module, ABC):
     def novelty(
         self,
         *args: Any,
-        of: str = "class",
+        of: str = "layers",
         smoothing: float | None = None,
         prior_precision: float = 1.0,
         residual_weight: float = 0.0,
@@ -650,9 +653,13 @@ class Predictor(nn.Module, ABC):
         """How much of the prior's uncertainty the data left at each input, ``(samples,)`` in (0, 1]: larger for inputs
         unlike those of the training, to be compared with familiar inputs. No units, and the same for every head.
 
-        * ``of="class"``: by the inputs ``phi`` of the last layer (with a 1 for the bias), in one forward pass without
-          labels: ``min_c phi^T (G_c + t_c)^-1 phi / (phi^T phi / t_c)``, where ``G_c`` sums ``phi phi^T`` over the
-          training inputs that the network puts in class c, and ``t_c`` is `smoothing` times the mean eigenvalue of
+        * ``of="layers"``: by what enters the last layer and, pooled over positions, the first, the middle and the last
+          layer that see positions; of a network without positions, also by the row that enters it. It is the ratio of
+          ``"class"``, or, where another layer is more surprised, the one that is as surprising there, among training
+          inputs that are left out of their own Grams. See `posthoc_uq.posteriors.stages`. One forward pass.
+        * ``of="class"``: by the inputs ``phi`` of the last layer alone (with a 1 for the bias), in one forward pass
+          without labels: ``min_c phi^T (G_c + t_c)^-1 phi / (phi^T phi / t_c)``, where ``G_c`` sums ``phi phi^T`` over
+          the training inputs that the network puts in class c, and ``t_c`` is `smoothing` times the mean eigenvalue of
           ``G_c``: the variance that a Bayesian linear model of class c has left of its prior. A regression has one
           Gram. See `posthoc_uq.posteriors.features.FeatureGrams`. Where the fit found no layer with one row a sample,
           it is ``"top"``.
@@ -676,13 +683,21 @@ class Predictor(nn.Module, ABC):
         """
         posterior, batch = self._posterior, self._batch(args, kwargs)
         form = checked_of(of, posterior)
-        if form != "class":
-            remedy = "ask for of='class'" if posterior.features is not None else ""
+        if smoothing is not None and form == "layers":
+            raise PosthocUQError(
+                "smoothing= is for novelty by the last layer alone: ask for predictor.novelty(..., of='class', "
+                "smoothing=...)."
+            )
+        if form not in ("layers", "class"):
+            remedy = "ask for of='layers'" if posterior.features is not None else ""
             posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
         network = self._network
-        if form == "class":
+        if form in ("layers", "class"):
             with self.explaining(batch):
-                novelty = class_novelty(network, posterior, batch, smoothing)
+                if form == "class":
+                    novelty = class_novelty(network, posterior, batch, smoothing)
+                else:
+                    novelty = novelty_over_layers(network, posterior, batch)
             check_finite({"novelty": novelty}, "novelty", self.head)
             return novelty
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
@@ -706,18 +721,17 @@ class Predictor(nn.Module, ABC):
 
         Args:
             batch: the model's arguments.
-            calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
-            rows: its inputs as `rows_of` gives them, where the head knows them.
+            calls: of the layers it goes by, where the head's own pass recorded them; else one more pass is run.
+            rows: the last layer's inputs, one a sample, where the head knows them so.
         """
         features = self._posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
-        if rows is None or features.source == "positions":
-            calls = calls or last_calls(self._network, features, batch)
-            if features.source == "positions":
-                return novelty_of_calls(features, calls, batch)
-            rows = rows_of(features, calls, batch)
-        return novelty_when_read(features, rows)
+        if calls is None or len(calls) < len(features.watched):
+            calls = caught_calls(self._network, features.watched, batch)
+        if features.source == "positions":
+            return novelty_of_calls(features, calls, batch)
+        return novelty_when_read(features, rows_of(features, calls, batch, rows))
 
     @property
     def network_of_novelty(self) -> nn.Module | None:

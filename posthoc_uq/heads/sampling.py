@@ -21,9 +21,9 @@ from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.progress import report_progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.predictor import Predictor, divisor_of, reading
 from posthoc_uq.layers.calls import CallReplacer, PlainAttention, WeightMoments, drawn_outputs
+from posthoc_uq.layers.capture import WatchedLayer
 from posthoc_uq.layers.frozen import (
     MAX_SHAPES,
     Features,
@@ -32,7 +32,6 @@ from posthoc_uq.layers.frozen import (
     agree,
     called,
 )
-from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import INDEPENDENT, SYMMETRY, Posterior
@@ -123,9 +122,11 @@ class Draws(nn.Module, ABC):
         self._set_up()
         return self
 
-    def features(self, batch: Batch) -> Features | None:
-        """What enters the part of the model that the draws change; None where whole models are to run."""
-        return None if len(self) == 1 else self.frozen.features(batch)
+    def features(self, batch: Batch, watched: Sequence[WatchedLayer] = ()) -> Features | None:
+        """What enters the part of the model that the draws change, and the calls of watched layers; None where whole
+        models are to run.
+        """
+        return None if len(self) == 1 else self.frozen.features(batch, watched)
 
     @abstractmethod
     def members(self) -> list[nn.Module]:
@@ -574,8 +575,9 @@ class SamplingPredictor(Predictor):
 
     def _predict(self, batch: Batch) -> Prediction:
         ensemble, divisor = self.ensemble, divisor_of(self._posterior)
-        features = ensemble.features(batch)
-        calls = None if features is None else self._last_calls(ensemble.frozen, features)
+        grams = self._posterior.features if self._tells_novelty else None
+        features = ensemble.features(batch, () if grams is None else grams.watched)
+        calls = None if features is None else features.watched
         # before the draws: a model may change its inputs in place
         ratio = self._known_novelty(batch, calls)
         blocks: Iterable[Tensor] = (at_least_float32(block) for block in ensemble.blocks(batch, features))
@@ -588,18 +590,6 @@ class SamplingPredictor(Predictor):
         if divisor != 1.0:
             blocks = (block / divisor for block in blocks)
         return self._posterior.observation.from_blocks(blocks).with_novelty(ratio)
-
-    def _last_calls(self, frozen: FrozenPart, features: Features) -> list[Call] | None:
-        """The calls of the last layer at the posterior's mean, from the features of the draws, which saves a whole
-        pass; None where that is needed.
-        """
-        grams = self._posterior.features
-        if grams is None or not self._tells_novelty:
-            return None
-        rest = frozen.rest(features)
-        with torch.inference_mode(False), torch.no_grad(), watching(rest, grams.layer) as calls:
-            features.batch.copied().call(rest)
-        return calls
 
     def _distribution(self, batch: Batch) -> Tensor:
         ensemble = self.ensemble

@@ -119,6 +119,7 @@ class CallWatcher(CallMode):
         tracked: identities of weights; None for all.
         handler: called with every ``linear``, ``conv`` or product of a tracked weight, and its output.
         every: called with each of torch's functions, its arguments and its result.
+        watched: identities of weights whose calls `handler` sees, too, but whose outputs stay as they are.
         anchored: whether a backward pass will follow: then `handler` sees calls with gradients enabled only, and their
             outputs are made part of the graph.
     """
@@ -129,28 +130,35 @@ class CallWatcher(CallMode):
         handler: Callable[[AffineCall, Tensor], None] | None = None,
         *,
         every: Callable[[Any, Any, dict[str, Any], Any], None] | None = None,
+        watched: Collection[int] = (),
         anchored: bool = True,
     ) -> None:
         super().__init__()
-        self._tracked, self._handler = tracked, handler
+        self._tracked, self._watched, self._handler = tracked, watched, handler
         self._every, self._anchored = every, anchored
 
     def follows(self, weight: Tensor) -> bool:
-        return self._handler is not None and (self._tracked is None or id(weight) in self._tracked)
+        return self._handler is not None and (self._tracks(weight) or id(weight) in self._watched)
+
+    def _tracks(self, weight: Tensor) -> bool:
+        return self._tracked is None or id(weight) in self._tracked
 
     def handle_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         if self._every is not None:
             self._every(func, args, kwargs, output)
-        if self._handler is None or (self._anchored and not torch.is_grad_enabled()):
+        followed = not self._anchored or torch.is_grad_enabled()
+        if self._handler is None or not (followed or self._watched):
             return output
         call = affine_call(func, args, kwargs)
         if call is not None and _within_vmap(output):
             return output  # within torch.vmap: its samples are not to be told apart here
-        if call is not None and (self._tracked is None or id(call.parameter) in self._tracked):
+        if call is not None and followed and self._tracks(call.parameter):
             if self._anchored and not output.requires_grad:
                 # the first layer: nothing before it needs a gradient
                 output = _Anchor.apply(output, torch.empty((), device=output.device, requires_grad=True))
+            self._handler(call, output)
+        elif call is not None and id(call.parameter) in self._watched:
             self._handler(call, output)
         return output
 

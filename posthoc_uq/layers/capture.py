@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,8 @@ class TrackedLayer:
         both_ways: whether it was used both as it is and transposed.
         several: whether a sample may give it several rows of inputs: positions, or calls.
         ends: whether the gradient at its outputs has the numbers of that at the model's: these may be its outputs.
+        input_shape: of the first call's input, as the rule of the layer's kind takes it.
+        input_of: the weight of the first layer that was given the same tensor, which may be its own.
     """
 
     layer: Layer
@@ -109,6 +111,8 @@ class TrackedLayer:
     both_ways: bool = False
     several: bool = True
     ends: bool = False
+    input_shape: tuple[int, ...] = ()
+    input_of: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -131,6 +135,51 @@ class TrackedLayer:
         return [self.layer.weight] if self.layer.bias is None else []
 
 
+class WatchedLayer(NamedTuple):
+    """A layer whose inputs a pass keeps.
+
+    Attributes:
+        layer: the layer, tracked or not.
+        pool: makes of an input, and of the batch's mask of positions, what is kept; by default a copy of the input.
+    """
+
+    layer: Layer
+    pool: Callable[[Tensor, Tensor | None], Tensor] | None = None
+
+    def call(self, x: Tensor, geometry: Geometry, mask: Tensor | None) -> Call:
+        """A call of the layer with this input, as it is kept."""
+        kept = x.detach().clone() if self.pool is None else self.pool(x.detach(), mask)
+        return Call(self.layer, kept, geometry)
+
+
+class WatchedCalls:
+    """What a running model gives the layers that are watched.
+
+    Args:
+        model: that runs.
+        watched: the layers.
+        mask: `Batch.attention_mask` of what it runs on.
+
+    Attributes:
+        weights: the identities of their weights.
+        calls: of these layers, in the order of the pass.
+
+    Raises:
+        AttributeError: the model has no such weight.
+    """
+
+    def __init__(self, model: nn.Module, watched: Sequence[WatchedLayer], mask: Tensor | None) -> None:
+        self._by_weight = {id(model.get_parameter(watch.layer.weight)): watch for watch in watched}
+        self._mask = mask
+        self.weights, self.calls = set(self._by_weight), list[Call]()
+
+    def note(self, use: AffineCall) -> None:
+        """Keep a call, if it is of one of these layers."""
+        watch = self._by_weight.get(id(use.parameter))
+        if watch is not None and not is_lookup_of(use, watch.layer):
+            self.calls.append(watch.call(use.input, use.geometry, self._mask))
+
+
 class Capture:
     """Runs a copy of a model, and hands over each tracked layer's activations and output gradients.
 
@@ -141,13 +190,13 @@ class Capture:
             interceptor keeps everything in the `Recording`.
         by_weight: those that the interceptor serves, by the identity of their weight in the copy.
         computed: those of which gradients are all that is known.
-        watched: a layer, tracked or not, whose inputs every `Recording` also keeps.
+        watched: layers, tracked or not, of whose inputs every `Recording` keeps something.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.twin = replicate(model)
         self.tracked: dict[str, TrackedLayer] = {}
-        self.watched: Layer | None = None
+        self.watched: tuple[WatchedLayer, ...] = ()
         self.by_module: dict[nn.Module, TrackedLayer] = {}
         self.by_weight: dict[int, TrackedLayer] = {}
         self.computed: list[Layer] = []
@@ -213,6 +262,7 @@ class Capture:
 def layers_of(watched: WatchedPass, autocast: bool) -> list[TrackedLayer]:
     """Every weighted layer that a pass used, in the order of their last calls."""
     all_holders, found = owners(watched.twin), list[TrackedLayer]()
+    inputs = dict[int, str]()
     for key, uses in watched.seen.items():
         call = uses[0].call
         # where an embedding shares its weight with a layer, the layer comes first
@@ -239,6 +289,8 @@ def layers_of(watched: WatchedPass, autocast: bool) -> list[TrackedLayer]:
                 own_weight=f"{module_name}.{attribute}".lstrip("."),
                 product=call.product,
                 both_ways=len({use.call.kind for use in uses}) > 1,
+                input_shape=tuple(call.input.shape),
+                input_of=inputs.setdefault(id(call.input), weight_name),
             )
         )
     return found
@@ -261,7 +313,7 @@ class Recording:
         calls: uses of the layers that the interceptor serves, by name.
         numbers: how many numbers these layers gave in this pass; a backward pass hands over as many, the gradients of
             `sample_gradients` among them.
-        watched: the calls of `Capture.watched`, each with a copy of the layer's input.
+        watched: the calls of `Capture.watched`, each with what is kept of the layer's input.
     """
 
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
@@ -269,15 +321,12 @@ class Recording:
         # while `sample_gradients` runs, the copy of the model has other weights, for every thread
         self._alone: AbstractContextManager[Any] = _CONTEXT_LOCK if capture.computed else nullcontext()
         self.calls: dict[str, list[Call]] = {}
-        self.watched: list[Call] = []
         self.numbers = samples * sum(layer.parameters for layer in capture.computed)
         self._sink: Sink | None = None
-        weights, self._watched_id = set(capture.by_weight), 0
-        if capture.watched is not None:
-            self._watched_id = id(capture.twin.get_parameter(capture.watched.weight))
-            weights.add(self._watched_id)
-        own = batch.copied()
-        with self._alone, torch.enable_grad(), CallWatcher(weights, self._note):
+        self._watched = WatchedCalls(capture.twin, capture.watched, batch.attention_mask)
+        self.watched, own = self._watched.calls, batch.copied()
+        watcher = CallWatcher(set(capture.by_weight), self._note, watched=self._watched.weights)
+        with self._alone, torch.enable_grad(), watcher:
             self.outputs = own.call(capture.twin)
         self._autocast = torch.is_autocast_enabled(self.outputs.device.type)
 
@@ -327,9 +376,7 @@ class Recording:
                     )
 
     def _note(self, use: AffineCall, output: Tensor) -> None:
-        watched = self._capture.watched
-        if watched is not None and id(use.parameter) == self._watched_id and not is_lookup_of(use, watched):
-            self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
+        self._watched.note(use)
         tracked = self._capture.by_weight.get(id(use.parameter))
         if tracked is None or is_lookup_of(use, tracked.layer):
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +28,8 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import device_generators, isolated_random_state
 from posthoc_uq.layers.calls import CallWatcher
+from posthoc_uq.layers.capture import WatchedCalls, WatchedLayer
+from posthoc_uq.layers.layer import Call
 
 MAX_SHAPES = 256  # input shapes whose proof is remembered
 PROVED_SAMPLES = 8  # that a proof runs on
@@ -84,11 +86,13 @@ class Features:
         batch: the arguments of the rest.
         outputs: of the whole model, with its own weights.
         tail: what the rest is.
+        watched: the calls of layers that were watched in the pass of the whole model.
     """
 
     batch: Batch
     outputs: Tensor
     tail: LastModules
+    watched: Sequence[Call] = ()
 
     @property
     def samples(self) -> int:
@@ -134,10 +138,14 @@ class FrozenPart:
                 self._rest = rest = features.tail, ReplicaPool(features.tail.of(self._model))
         return rest[1]
 
-    def features(self, batch: Batch) -> Features | None:
+    def features(self, batch: Batch, watched: Sequence[WatchedLayer] = ()) -> Features | None:
         """What enters the rest of the model for these inputs; None where whole passes are to run.
 
         Where autograd is on, gradients with respect to the inputs flow through the features.
+
+        Args:
+            batch: the inputs.
+            watched: layers whose calls are kept, too.
         """
         if torch.compiler.is_compiling() or not self._candidates or batch.whole:
             return None
@@ -153,7 +161,7 @@ class FrozenPart:
         gradients = torch.is_grad_enabled()
         # tensors of inference mode do not count how often they are written
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), self._twins.borrow() as twin:
-            found = _record(twin, tail.names, batch)
+            found = _record(twin, tail.names, batch, watched)
         return found if found is not None and found.tail == tail else None
 
     def _find_tail(self, batch: Batch) -> bool:
@@ -376,9 +384,12 @@ class _TailRecorder:
                 self.intact = False
 
 
-def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features | None:
+def _record(
+    twin: nn.Module, names: tuple[str, ...], batch: Batch, watched: Sequence[WatchedLayer] = ()
+) -> Features | None:
     """The features of a batch by a pass of `twin`; None where more than these modules follows them."""
     walk, handles = _TailRecorder(len(names)), list[Any]()
+    seen = WatchedCalls(twin, watched, batch.attention_mask)
     try:
         for place, name in enumerate(names):
             module = twin.get_submodule(name)
@@ -386,7 +397,8 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
                 module.register_forward_pre_hook(walk.enter(place), prepend=True, with_kwargs=True)
             )
             handles.append(module.register_forward_hook(walk.leave(place)))
-        with CallWatcher(every=walk.see, anchored=False):
+        note = (lambda use, _: seen.note(use)) if watched else None
+        with CallWatcher(seen.weights, note, every=walk.see, anchored=False):
             returned = batch.fresh().call_any(twin)
     finally:
         for handle in handles:
@@ -395,7 +407,9 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
     if not walk.end(outputs) or walk.inputs is None:
         return None
     tail = LastModules(names, tuple(walk.dimensions))
-    return Features(walk.inputs, outputs.detach(), tail) if walk.inputs.rows == len(outputs) else None
+    if walk.inputs.rows != len(outputs):
+        return None
+    return Features(walk.inputs, outputs.detach(), tail, seen.calls)
 
 
 def _version_of(tensor: Any) -> int:

@@ -41,7 +41,7 @@ from posthoc_uq.layers.rules import Lookup
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State
 from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.features import FeatureStatistics
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, Hyperparameters
@@ -530,27 +530,26 @@ def _merged(summary: SweepTotals) -> SweepTotals:
 # The statistics of the last layer's inputs, by which novelty goes: from the first sweep of a fit, or from a pass at its
 # end.
 
-_MAX_ROWS = 4096
 _NO_FEATURES = "by the posterior itself, top class: no layer with one row a sample comes last"
 
 
-def watch_features(task: Task) -> ClassGrams | None:
+def watch_features(task: Task) -> FeatureStatistics | None:
     """Let the sweeps of a fit show the data to new feature statistics; None without a layer that has features."""
     source, sources = task.features, gather(task.features, "looking for features")
     if source is None or any(other != source for other in sources):
         return None
-    task.prepared.capture.watched = source.layer
-    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
-    task.observers.append(grams)
-    return grams
+    task.prepared.capture.watched = source.watched
+    statistics = FeatureStatistics(source, task.likelihood, task.device, task.plan.memory_budget)
+    task.observers.append(statistics)
+    return statistics
 
 
-def with_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> Posterior:
+def with_features(task: Task, statistics: FeatureStatistics | None, posterior: Posterior) -> Posterior:
     """A Laplace posterior with the feature statistics of all data, by an extra pass where no sweep showed the data."""
-    if grams is None:
+    if statistics is None:
         return _without_features(posterior)
     task.observe()
-    return posterior.replaced(features=grams.result(task.plan.dtype))
+    return posterior.replaced(features=statistics.result(task.plan.dtype))
 
 
 def _without_features(posterior: Posterior) -> Posterior:
@@ -567,23 +566,8 @@ def with_trained_features(task: Task, posterior: Posterior, network: nn.Module) 
         return posterior
     if source is None:
         return _without_features(posterior)
-    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
+    statistics = FeatureStatistics(source, task.likelihood, task.device, task.plan.memory_budget)
     capture = Capture(network)
-    capture.watched = source.layer
-    task.show(capture, [grams], "the novelty's statistics")
-    return posterior.replaced(features=grams.result(task.plan.dtype))
-
-
-def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: Tensor) -> FeatureGrams:
-    """The feature statistics of data whose features are at hand.
-
-    Args:
-        task: the fit.
-        source: where the features come from.
-        rows: ``(samples, features)``, the 1 of a bias among them.
-        outputs: of the network that the posterior predicts with, ``(samples, outputs)``.
-    """
-    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
-    for features, given in zip(rows.split(_MAX_ROWS), outputs.split(_MAX_ROWS), strict=True):
-        grams.add(features.to(task.device), given.to(task.device))
-    return grams.result(task.plan.dtype)
+    capture.watched = source.watched
+    task.show(capture, [statistics], "the novelty's statistics")
+    return posterior.replaced(features=statistics.result(task.plan.dtype))

@@ -1,8 +1,8 @@
-"""Statistics of what enters the last layer: how novel other inputs are by them."""
+"""Statistics of what enters the last layer, and of the stages before it: how novel other inputs are by them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,16 +15,29 @@ from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom
-from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
-from posthoc_uq.layers.capture import Recording
-from posthoc_uq.layers.layer import Layer
+from posthoc_uq.curvature.features import (
+    STAGES,
+    FeatureSource,
+    calls_of,
+    feature_rows,
+    grid_of,
+    rows_of_stage,
+    size_of,
+    watched_for,
+)
+from posthoc_uq.layers.capture import Recording, WatchedLayer
+from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import weighted
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, nothing_counts, weights_of
 from posthoc_uq.posteriors.block import TensorSpec, check_bounds
+from posthoc_uq.posteriors.stages import SCALE_NUMBERS, KeptRows, most_surprising, scale_of
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "positions", "pooled")
+MAX_LOG_ODDS = 1e3
+"""Of ratios in float64 they stay below."""
+_TENSORS = ("basis", "diagonal", "factors", "residual")
 
 
 class FeatureGrams:
@@ -40,13 +53,17 @@ class FeatureGrams:
         layer: whose inputs these are.
         source: ``"outputs"`` where the layer's outputs are the model's; ``"positions"`` where it gives every position
             its classes, and each position has a row; ``"pooled"`` where it is only the last layer, and the rows of a
-            sample are averaged.
+            sample are averaged. Of a stage a key of `posthoc_uq.curvature.features.STAGES`.
         samples: training inputs, or positions, that were seen.
         basis: U, ``(features, width)``, orthonormal; a bias counts as a feature that is always 1.
         diagonal: d, ``(classes, width)``.
         factors: F, ``(classes, width, rank)``.
         residual: rho, ``(classes,)``.
-        smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
+        smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time. What stages
+            are compared with is that of the fit.
+        stages: the same of what enters a few layers before, in the order of the pass.
+        scale: by which surprises of this layer and of others are compared, ``(20,)``, where there are stages, and of
+            each of them (`posthoc_uq.posteriors.stages`); else None.
     """
 
     def __init__(
@@ -56,8 +73,10 @@ class FeatureGrams:
         samples: int,
         tensors: Mapping[str, Tensor],
         smoothing: float = SMOOTHING,
+        stages: Sequence[FeatureGrams] = (),
     ) -> None:
         self.layer, self.source, self.samples = layer, source, samples
+        self.stages, self.scale = tuple(stages), tensors.get("scale")
         self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
         self.factors, self.residual = tensors["factors"], tensors["residual"]
         self.smoothing = smoothing
@@ -72,6 +91,31 @@ class FeatureGrams:
     def classes(self) -> int:
         """Number of Grams."""
         return self.diagonal.shape[0]
+
+    @property
+    def watched(self) -> tuple[WatchedLayer, ...]:
+        """What a pass keeps for it."""
+        return watched_for(self.layer, [(stage.layer, stage.source) for stage in self.stages])
+
+    @property
+    def columns(self) -> list[int]:
+        """Features of the last layer and of each stage."""
+        return [self.basis.shape[0], *(stage.basis.shape[0] for stage in self.stages)]
+
+    def over_layers(self, rows: Tensor) -> Tensor:
+        """The novelty of the last layer, or, where a stage is more surprised, the one that is as surprising there:
+        never less than `novelty`, and equal to it where no stage sees more.
+
+        Args:
+            rows: features of the last layer and of the stages side by side, ``(samples, sum(columns))``.
+
+        Returns:
+            ``(samples,)`` in (0, 1], float64; NaN where a feature is no finite number.
+        """
+        last, *others = rows.split(self.columns, dim=1)
+        ratios = [stage.novelty(part) for stage, part in zip(self.stages, others, strict=True)]
+        scales = [self.scale, *(stage.scale for stage in self.stages)]
+        return most_surprising(self.novelty(last, SMOOTHING), ratios, [s for s in scales if s is not None])
 
     def novelty(self, features: Tensor, smoothing: float | None = None) -> Tensor:
         """The share of the prior's variance that the data left, for the class that explains an input best:
@@ -91,20 +135,40 @@ class FeatureGrams:
             PosthocUQError: the features have another length, or the smoothing is not positive.
         """
         ridge = self.ridge_for(features, smoothing)
+        shares, squares = self._shares(features, ridge)
+        return _ratio(ridge * shares.amin(1), squares)
+
+    def left_out(self, features: Tensor, own: Tensor, weights: Tensor | None, traces: Tensor) -> Tensor:
+        """The novelty of training rows, each left out of the Gram that it was summed into.
+
+        Args:
+            features: ``(samples, features)``.
+            own: the Gram of each, ``(samples,)``.
+            weights: how often it counted there; None for once.
+            traces: of the Grams before they were scaled, ``(classes,)``.
+        """
+        shares, squares = self._shares(features, self.smoothing)
+        mine = shares.gather(1, own.unsqueeze(1))
+        leverage = mine * (features.shape[1] / traces[own]).to(mine).unsqueeze(1)
+        if weights is not None:
+            leverage = leverage * weights.to(leverage).unsqueeze(1)
+        rest = mine / (1 - leverage).clamp(min=_LEAST_REST)
+        return _ratio(self.smoothing * shares.scatter(1, own.unsqueeze(1), rest).amin(1), squares)
+
+    def _shares(self, features: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+        """``phi^T (G_c + r)^-1 phi``, ``(samples, classes)``, and ``phi^T phi``, ``(samples,)``."""
         basis, inverse, directions = self._prepared(ridge, features.device)
         phi = as_double(features)
-        squares = phi.square().sum(1, keepdim=True)
+        squares = phi.square().sum(1)
         inside = phi @ basis
         remaining = inside.square() @ inverse[:, :-1].T
         if basis.shape[1] < basis.shape[0]:
-            outside = (squares - inside.square().sum(1, keepdim=True)).clamp(min=0)
-            remaining = remaining + outside * inverse[:, -1]
+            outside = (squares - inside.square().sum(1)).clamp(min=0)
+            remaining = remaining + outside.unsqueeze(1) * inverse[:, -1]
         if directions.shape[1]:
             explained = inside @ directions
             remaining = remaining - explained.square().unflatten(1, (self.classes, -1)).sum(2)
-        share = ridge * remaining.amin(1, keepdim=True) / squares
-        novelty = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
-        return novelty.clamp(torch.finfo(torch.float32).tiny, 1.0)
+        return remaining, squares
 
     def ridge_for(self, features: Tensor, smoothing: float | None = None) -> float:
         """The ridge of `novelty`, which has these arguments, too; it raises what that does."""
@@ -140,8 +204,13 @@ class FeatureGrams:
         return ready[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name."""
-        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
+        """What is stored, by name; of stages with their number before it."""
+        found = {name: getattr(self, name) for name in _TENSORS}
+        if self.scale is not None:
+            found["scale"] = self.scale
+        for number, stage in enumerate(self.stages):
+            found |= {_of_stage(number, name): tensor for name, tensor in stage.tensors().items()}
+        return found
 
     def bytes(self) -> int:
         """Bytes that these take."""
@@ -157,7 +226,7 @@ class FeatureGrams:
             "classes": self.classes,
             "width": self.basis.shape[1],
             "rank": self.factors.shape[2],
-        }
+        } | ({"stages": [stage.attributes() for stage in self.stages]} if self.stages else {})
 
     @staticmethod
     def specs(attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
@@ -167,23 +236,43 @@ class FeatureGrams:
             CorruptPosteriorError: an attribute is out of range.
         """
         layer = Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
-        features = layer.groups * layer.inputs
+        features, stages = size_of(layer, attributes["source"]), attributes.get("stages", ())
         classes = attributes["classes"]
         width = check_bounds(attributes, "width", 1, features)
         rank = check_bounds(attributes, "rank", 0, width)
-        return {
+        specs = {
             "basis": TensorSpec((features, width), orthonormal=True),
             "diagonal": TensorSpec((classes, width), non_negative=True),
             "factors": TensorSpec((classes, width, rank)),
             "residual": TensorSpec((classes,), non_negative=True),
         }
+        if stages or attributes["source"] in STAGES:
+            specs["scale"] = TensorSpec((SCALE_NUMBERS,), largest=MAX_LOG_ODDS, exact=True)
+        for number, stage in enumerate(stages):
+            specs |= {_of_stage(number, name): spec for name, spec in FeatureGrams.specs(stage).items()}
+        return specs
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FeatureGrams:
         """The statistics that these attributes and tensors describe."""
         layer = Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
         source, samples, smoothing = (attributes[name] for name in ("source", "samples", "smoothing"))
-        return cls(layer, source, samples, tensors, smoothing)
+        stages = [
+            cls.restore(own, {name: tensors[_of_stage(number, name)] for name in cls.specs(own)})
+            for number, own in enumerate(attributes.get("stages", ()))
+        ]
+        return cls(layer, source, samples, tensors, smoothing, stages)
+
+
+def _of_stage(number: int, name: str) -> str:
+    """The name of a tensor of a stage."""
+    return f"stage{number}_{name}"
+
+
+def _ratio(remaining: Tensor, squares: Tensor) -> Tensor:
+    """What is left of the prior's variance, ``(samples,)`` in (0, 1]: 1 where the features are 0."""
+    share = torch.where(squares == 0, torch.ones_like(remaining), remaining / squares)
+    return share.clamp(torch.finfo(torch.float32).tiny, 1.0)
 
 
 def _checked_smoothing(value: Any) -> float:
@@ -206,10 +295,11 @@ _MAX_DIRECTIONS = 32  # kept for one class
 _MIN_SAMPLES = 10  # of a class; those with fewer share one Gram
 _ROUNDING_VARIANCE = 1e-9  # variances up to this are rounding, where the mean variance is 1
 _SKETCH_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
+_LEAST_REST = 1e-9  # of a row's own share of its Gram that is not its own
 
 
 class ClassGrams:
-    """Watches a sweep and sums ``phi phi^T`` by the class that the network predicts.
+    """Sums ``phi phi^T`` by the class that the network predicts.
 
     There is one Gram a class for classification, one for each sign of the logit for a binary model, and a single one
     for a likelihood without classes.
@@ -219,7 +309,14 @@ class ClassGrams:
         likelihood: of the targets.
         device: of the model.
         budget: bytes that the sums may take.
+
+    Attributes:
+        places: after `result`, the Gram of each class, ``(classes,)``.
+        traces: of these Grams before they were scaled.
     """
+
+    places: Tensor
+    traces: Tensor
 
     def __init__(
         self,
@@ -236,6 +333,8 @@ class ClassGrams:
         width = min(_SKETCH_WIDTHS[1], budget // (16 * classes * size))
         if by_class is None:
             by_class = classes * size**2 * 8 <= budget or width >= _SKETCH_WIDTHS[0]
+        if source.source in STAGES:
+            by_class = by_class and classes * size**2 <= _MAX_NUMBERS
         classes = classes if by_class else 1  # too many classes even for sketches
         width = max(width, _SKETCH_WIDTHS[0])
         self._test: Tensor | None = None
@@ -251,25 +350,25 @@ class ClassGrams:
             self.sums["traces"] = zero.new_zeros(classes)
             self.sums["total"] = zero.new_zeros(size, size)
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
-        """Add a batch; see `Observer`."""
-        by_position = self.source.source == "positions"
-        layer, samples = self.source.layer, keys.shape[0]
-        rows = feature_rows(recording.watched, layer, samples, by_position, batch.attention_mask)
-        outputs = recording.outputs.detach()
-        weights = weights_of(self._likelihood, outputs, batch)
-        if by_position:
-            grid = grid_of(recording.watched[0])
-            places, labels, counts = self._of_positions(outputs, batch.targets, grid, weights)
-            self._add(rows[places.to(rows.device)], labels, counts, checks)
-        else:
-            self._add(rows, self._labels(outputs), None if weights is None else weights.samples, checks)
-
     def add(self, features: Tensor, outputs: Tensor) -> None:
         """Add features ``(samples, features)`` of samples with these outputs."""
         checks = DeferredChecks()
-        self._add(features, self._labels(outputs), None, checks)
+        self.add_rows(features, self.labels(outputs), None, checks)
         checks.run()
+
+    def add_positions(
+        self,
+        calls: Sequence[Call],
+        outputs: Tensor,
+        targets: Tensor | None,
+        weights: SampleWeights | None,
+        checks: DeferredChecks,
+    ) -> None:
+        """Add the features of every position of a batch, from the layer's calls."""
+        rows = feature_rows(calls, self.source.layer, outputs.shape[0], by_position=True)
+        grid = grid_of(calls_of(calls, self.source.layer)[0])
+        places, labels, counts = self._of_positions(outputs, targets, grid, weights)
+        self.add_rows(rows[places.to(rows.device)], labels, counts, checks)
 
     def _of_positions(
         self,
@@ -286,7 +385,7 @@ class ClassGrams:
         layout = self._likelihood.positions_of(outputs)
         assert layout is not None
         positions, samples = layout.positions(outputs), outputs.shape[0]
-        labels, counts = self._labels(outputs), as_double(layout.labels(outputs, targets)[1])
+        labels, counts = self.labels(outputs), as_double(layout.labels(outputs, targets)[1])
         if weights is not None:
             own = weights.samples.unsqueeze(1) if weights.by_position is None else weights.by_position
             counts = counts * own.to(counts)
@@ -303,7 +402,9 @@ class ClassGrams:
         of_found = counts.new_zeros(len(found)).index_add_(0, place, (counts * shares).flatten()[counted])
         return found // classes, found % classes, of_found
 
-    def _add(self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: DeferredChecks) -> None:
+    def add_rows(
+        self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: DeferredChecks
+    ) -> None:
         """Add features of these classes, each as often as its weight says."""
         phi, sums = as_double(features), self.sums
         labels = labels.to(phi.device)
@@ -327,7 +428,8 @@ class ClassGrams:
             if len(rows):
                 gram.addmm_(rows.T, rows)
 
-    def _labels(self, outputs: Tensor) -> Tensor:
+    def labels(self, outputs: Tensor) -> Tensor:
+        """The Grams that samples, or positions, with these outputs belong to."""
         if self.sums["counts"].shape[0] == 1:
             several = self._likelihood.positions_of(outputs) if self.source.source == "positions" else None
             rows = outputs if several is None else several.rows(outputs)
@@ -360,6 +462,9 @@ class ClassGrams:
         else:
             total = self.sums["total"]
             grams = _Sketched(grouped(self.sums["sketches"]), self._test, grouped(self.sums["traces"]), total)
+        self.places = torch.zeros(len(counts), dtype=torch.int64, device=device)
+        self.places[[*frequent, *rare]] = places
+        self.traces = grams.traces
         layer, rows = self.source.layer, int(self.sums["rows"])
         tensors = {name: t.to(dtype).contiguous() for name, t in compressed(grams, total, rows).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
@@ -368,6 +473,77 @@ class ClassGrams:
                 f"to about unit size, or fit with dtype=torch.float64."
             )
         return FeatureGrams(layer, self.source.source, max(1, round(sum(counts))), tensors)
+
+
+class FeatureStatistics:
+    """Watches a sweep for `FeatureGrams`: sums of the last layer and of each stage, and a few rows of all of them.
+
+    Args:
+        source: where the features come from.
+        likelihood: of the targets.
+        device: of the model.
+        budget: bytes that the sums of one layer, and the rows, may take.
+
+    Attributes:
+        source: the same.
+    """
+
+    def __init__(
+        self, source: FeatureSource, likelihood: Likelihood, device: torch.device, budget: int
+    ) -> None:
+        self.source, self._likelihood = source, likelihood
+        self._last = ClassGrams(source, likelihood, device, budget)
+        self._stages = [ClassGrams(stage, likelihood, device, budget) for stage in source.stages]
+        self._kept = KeptRows(source.size + sum(stage.size for stage in source.stages), budget)
+
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
+        """Add a batch; see `Observer`."""
+        source, outputs, calls = self.source, recording.outputs.detach(), recording.watched
+        weights = weights_of(self._likelihood, outputs, batch)
+        if source.source == "positions":
+            self._last.add_positions(calls, outputs, batch.targets, weights, checks)
+            return
+        samples, counts = keys.shape[0], None if weights is None else weights.samples
+        parts = [feature_rows(calls, source.layer, samples, attention_mask=batch.attention_mask)]
+        parts += [rows_of_stage(calls, stage.layer, samples) for stage in source.stages]
+        labels = list[Tensor]()
+        for grams, rows in zip((self._last, *self._stages), parts, strict=True):
+            labels.append(grams.labels(outputs))
+            grams.add_rows(rows, labels[-1], counts, checks)
+        if self._stages:
+            weighing = [] if counts is None else [counts]
+            self._kept.add(keys, [*parts, *labels, *weighing], counts, checks)
+
+    def result(self, dtype: torch.dtype) -> FeatureGrams:
+        """The statistics of the samples of all processes, in `dtype`; every process must call this, and only once.
+        Stages whose numbers do not fit into this format are left out.
+
+        Raises:
+            NonFiniteError: those of the last layer do not.
+        """
+        found, rows, count = self._last.result(dtype), self._kept.result(), 1 + len(self._stages)
+        weights = rows[2 * count] if len(rows) > 2 * count else None
+        if rows:
+            found.scale = _scale_of(found, self._last, rows[0], rows[count], weights)
+        stages = list[FeatureGrams]()
+        for number, grams in enumerate(self._stages, 1):
+            try:
+                stage = grams.result(dtype)
+            except NonFiniteError:
+                continue
+            stage.scale = _scale_of(stage, grams, rows[number], rows[count + number], weights)
+            stages.append(stage)
+        found.stages = tuple(stages)
+        if not stages:
+            found.scale = None
+        return found
+
+
+def _scale_of(
+    found: FeatureGrams, grams: ClassGrams, rows: Tensor, labels: Tensor, weights: Tensor | None
+) -> Tensor:
+    own = grams.places[labels.to(grams.places.device)]
+    return scale_of(found.left_out(rows, own, weights, grams.traces)).float().to(rows.device)
 
 
 class _Exact:

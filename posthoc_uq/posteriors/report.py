@@ -190,15 +190,26 @@ def described_output(output: OutputChoice) -> str:
     return f"{part} of what the model returns{', found by itself' if output.guessed else ''}"
 
 
+_TOLD = {
+    "row": "the row",
+    "mean": "mean over positions",
+    "deviation": "mean and deviation over positions",
+    "roughness": "mean, deviation and roughness over positions",
+}
+
+
 def described_novelty(features: FeatureGrams) -> str:
     """How novelty is measured, in words."""
     what = {"outputs": "inputs", "positions": "the inputs of each position"}.get(
         features.source, "pooled inputs"
     )
     grams = "1 Gram" if features.classes == 1 else f"{features.classes} Grams"
+    stages = "".join(f", '{stage.layer.name}' ({_TOLD[stage.source]})" for stage in features.stages)
+    stages = f"; also by what enters {stages[2:]}" if stages else ""
     return (
         f"by {what} of '{features.layer.name}', {grams} of {features.basis.shape[0]} features, "
-        f"{features.factors.shape[2]} directions each, {features.bytes()} bytes, smoothing {features.smoothing:g}"
+        f"{features.factors.shape[2]} directions each, {features.bytes()} bytes, "
+        f"smoothing {features.smoothing:g}{stages}"
     )
 
 

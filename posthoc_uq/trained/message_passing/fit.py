@@ -19,15 +19,16 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLa
 from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import mixed_seed
-from posthoc_uq.curvature.features import FeatureSource, feature_rows
+from posthoc_uq.curvature.features import FeatureSource, calls_of, feature_rows, watched_for
 from posthoc_uq.curvature.sweep import check_targets, require_outputs
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.task import Task, features_of_rows
+from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError, Weights, check_resolved, largest_of
+from posthoc_uq.posteriors.features import FeatureStatistics
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import ONE_PRIOR, Evidence, Hyperparameters, LayerPriors
@@ -121,25 +122,29 @@ class _ExampleCollector:
                 f"of shape {tuple(targets.shape)}; take a Laplace method for them."
             )
         samples, calls = len(keys), recording.watched
-        self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else calls[0].input)
+        whole = calls_of(calls, self._layer)[0].input
+        self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else whole)
         self.targets.append(targets.detach().reshape(samples, -1).clone())
 
 
-def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
+def examples_of(
+    task: Task, layer: Layer, as_rows: bool, statistics: FeatureStatistics | None = None
+) -> Examples:
     """All data of a fit, by one pass.
 
     Args:
         task: the fit.
         layer: whose inputs are kept.
         as_rows: as one row a sample.
+        statistics: for novelty, which the same pass is shown to.
 
     Raises:
         PosthocUQError: there are no targets, or they do not fit the outputs.
         NonFiniteError: outputs are not finite.
     """
     kept, capture = _ExampleCollector(task.likelihood, layer, as_rows), Capture(task.model)
-    capture.watched = layer
-    task.show(capture, [kept], "reading the data")
+    capture.watched = watched_for(layer) if statistics is None else statistics.source.watched
+    task.show(capture, [kept] if statistics is None else [kept, statistics], "reading the data")
     targets = torch.cat(kept.targets)
     if task.likelihood.noise_variance is None:
         targets = targets[:, 0].long()
@@ -330,8 +335,11 @@ class MessagePassing(Method):
                 "trained weights hold what these say already, and would count it twice. Pass held-out data, or take "
                 "prior='zero'."
             )
+        statistics: FeatureStatistics | None = None
+        if source is not None:
+            statistics = FeatureStatistics(source, likelihood, task.device, task.plan.memory_budget)
         with task.timed("reading the data"):
-            examples = examples_of(task, first, source is not None)
+            examples = examples_of(task, first, source is not None, statistics)
         began = time.perf_counter()
         if source is None:
             blocks, notes = self._whole_network(task, stages, examples)
@@ -349,13 +357,10 @@ class MessagePassing(Method):
                     f"size, or fit with dtype=torch.float64."
                 )
         posterior = self._posterior(task, blocks, len(examples.inputs), notes)
-        if source is None:
+        if statistics is None:
             return posterior
-        # what entered the last layer, with the trained network's classes, which no change of the data moves
-        with torch.no_grad():
-            outputs = examples.inputs @ _trained_matrix(task, first)[0].to(examples.inputs).T
-            features = features_of_rows(task, source, examples.inputs, outputs)
-        posterior = posterior.replaced(features=features)
+        # with the trained network's classes, which no change of the data moves
+        posterior = posterior.replaced(features=statistics.result(task.plan.dtype))
         if likelihood.noise_variance is None:
             highest, settings = posterior.temperature, posterior.settings
             with torch.no_grad():
