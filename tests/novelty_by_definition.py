@@ -68,3 +68,18 @@ def over_layers(
         at_last += np.maximum(values - own[-1], 0) * excess / own_excess + np.minimum(values - own[0], 0)
         joined = np.maximum(joined, 1 / (1 + np.exp(-at_last)))
     return joined
+
+
+def pooled(x: Array, channel: int, counted: Array | None = None, rough: bool = False) -> Array:
+    """Mean and deviation of each channel over the positions that count, and the roughness of all, with a 1."""
+    x = np.moveaxis(np.asarray(x, dtype=np.float64), channel, 1)
+    parts = []
+    for number, sample in enumerate(x):
+        positions = sample.reshape(len(sample), -1)
+        own = positions if counted is None else positions[:, counted[number] > 0]
+        found = [own.mean(1), own.std(1)]
+        if rough:
+            directions = [np.diff(sample, axis=d).reshape(len(sample), -1) for d in range(1, sample.ndim)]
+            found.append(np.sqrt(np.mean([np.square(each).mean(1) for each in directions], 0)))
+        parts.append(np.concatenate(found))
+    return with_one(np.stack(parts))

@@ -20,7 +20,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.curvature.features import feature_rows
+from posthoc_uq.curvature.features import feature_rows, watched_for
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods.weights import weights_of
@@ -77,7 +77,7 @@ class MeanGradient:
         self._posterior, self._layer = posterior, layer
         self._matrix = host_double(layer_matrix(layer, posterior.mean))[0]
         self.total = torch.zeros_like(self._matrix)
-        task.prepared.capture.watched = layer
+        task.prepared.capture.watched = watched_for(layer)
         task.observers.append(self)
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
