@@ -29,7 +29,7 @@ from posthoc_uq.core.batches import (
     check_reusable,
     count_samples,
 )
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import Seed, check_names, check_option, one_of
@@ -347,6 +347,9 @@ class _HeldOut:
         self.loader, self._reader, self._likelihood, self.joins = loader, reader, likelihood, joins
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
+        self._kept: list[tuple[Batch, Tensor]] | None = (
+            None  # all batches and their hashes, where they are few
+        )
         self._content = 0  # the sum of all hashes, by which every pass is compared with the first
         self.samples = self.tuning = 0
 
@@ -359,8 +362,13 @@ class _HeldOut:
         return len(cast(Any, self.loader))  # batches; a bar shows it
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, tunes in self.batches():
-            yield batch if self.all_in_both else batch.select(tunes, len(tunes))
+        bound = self._bound
+        if self._kept is None or bound is None:
+            for batch, tunes in self.batches():
+                yield batch if self.all_in_both else batch.select(tunes, len(tunes))
+        else:
+            for batch, keys in self._kept:
+                yield batch.select(keys < bound, len(keys))
 
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """All batches, each with which of its samples ``(samples,)`` tune."""
@@ -433,8 +441,14 @@ class _HeldOut:
         Raises:
             PosthocUQError: there are too few samples for two parts.
         """
+        parts, nbytes, kept = list[Tensor](), 0, list[tuple[Batch, Tensor]]()
         with isolated_random_state(self.seed):
-            keys = torch.cat([keys for _, keys in self._keyed()])
+            for batch, keys in self._keyed():
+                parts.append(keys)
+                nbytes += sum(tensor.nbytes for tensor in batch.tensors)
+                if nbytes <= TEMPORARY_BYTES:
+                    kept.append((batch.kept(), keys))
+        keys = torch.cat(parts)
         self.samples = len(keys)
         if self.samples < 2:
             raise PosthocUQError(
@@ -443,6 +457,7 @@ class _HeldOut:
             )
         self.tuning = min(max(1, round(share * self.samples)), self.samples - 1)
         self._bound, self._content = int(keys.sort().values[self.tuning]), int(keys.sum())
+        self._kept = kept if nbytes <= TEMPORARY_BYTES else None
 
 
 class _Known:
