@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, Count, Seed, check_option, replicate
-from posthoc_uq.heads import divisor_of
+from posthoc_uq.heads import scaled_logits
 
 
 @uq.register_head
@@ -62,7 +62,8 @@ class PlainDraws(uq.Predictor):
         return self._functions(batch, self.n_draws, torch.Generator().manual_seed(self.seed))
 
     def prediction_of(self, distribution: Tensor) -> uq.Prediction:
-        return self._posterior.observation.from_blocks(iter([distribution / divisor_of(self._posterior)]))
+        scaled = scaled_logits(distribution, self._posterior, draws=True)
+        return self._posterior.observation.from_blocks(iter([scaled]))
 
     def _predict(self, batch: Batch) -> uq.Prediction:
         ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs

@@ -302,7 +302,8 @@ def test_copies_of_a_posterior(name: str) -> None:
     for way, copied in COPIES.items():
         twin = copied(posterior)
         assert_same(numbers(twin), numbers(posterior), way)
-        own_settings = dict.fromkeys(twin.tunable - {"residual_weight"}, 3.0)
+        changed = twin.tunable - {"residual_weight"}
+        own_settings = {each: (3.0,) if each.startswith("class") else 3.0 for each in changed}
         twin = twin.with_settings(**own_settings)
         if twin.tunable & {"scale", "prior_precision"}:
             again = twin.sample(3, torch.Generator().manual_seed(1))

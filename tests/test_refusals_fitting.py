@@ -165,6 +165,11 @@ def valued(likelihood: str = "regression") -> uq.Posterior:
 
 
 @functools.cache
+def ordered() -> uq.Posterior:
+    return fit(net(outputs=2), [(X, Y)], likelihood="ordinal")
+
+
+@functools.cache
 def weighted() -> uq.Posterior:
     return fit(net(), [(X, Y, torch.full((12,), 2.0))], batch_to_weights=lambda batch: batch[2])
 
@@ -195,6 +200,11 @@ SEARCHES = {
     "a head of what is left out": Row(lambda: left_out(head="sampling", noise=True), "leave head, noise out"),
     "a link of what is left out": Row(lambda: left_out(link="mc"), "leave link out"),
     "nothing": Row(lambda: tune(DATA, temperature=False, parameters=()), "nothing to tune"),
+    "a scaling of no kind": Row(lambda: tune(DATA, scaling="biased"), "Did you mean 'bias'"),
+    "a scaling by the evidence": Row(lambda: tune(scaling="bias"), "scaling is chosen by held-out labels"),
+    "a scaling that is kept": Row(lambda: tune(DATA, scaling="bias", temperature=False), "leave it out, or scaling"),
+    "a scaling of values": Row(lambda: tune([(X, torch.ones(12, 1))], own=valued(), scaling="auto"), "has none"),
+    "a shift of ordered classes": Row(lambda: tune(DATA, own=ordered(), scaling="bias"), "no logit of each class"),
     "an option of no search": Row(lambda: tune(DATA, head="moments", n_probes=3), "n_probes"),
     "inputs alone": Row(lambda: tune([X]), "inputs alone"),
     "a temperature of values": Row(lambda: tune([(X, torch.ones(12, 1))], own=valued(), temperature=True), "logits"),
@@ -239,6 +249,18 @@ PROMISES = {
     "a class without samples": Row(lambda: calibrate([(X, Y.clamp(max=1))], by_class=True), "none of"),
     "almost an option": Row(lambda: calibrate(n_sample=3), "n_sample"),
     "other inputs each time": Row(lambda: calibrate(Changing()), "other inputs"),
+    "a scaling of no logits": Row(
+        lambda: calibrate([(X, torch.ones(12, 1))], own=valued(), scaling="bias", link="mc"), "scaling is of logits"
+    ),
+    "rates of values": Row(
+        lambda: calibrate([(X, torch.ones(12, 1))], own=valued(), class_rates=[0.5, 0.5], link="mc"), "has none such"
+    ),
+    "rates that are counts": Row(lambda: calibrate(class_rates=[1, 2, 3]), "class_rates"),
+    "rates of two halves": Row(lambda: calibrate(class_rates=[0.5, 0.5, 0.5]), "with a sum of 1.5"),
+    "rates of fewer classes": Row(lambda: calibrate(class_rates=[0.5, 0.5]), "of 0 to 1; give a rate for each class"),
+    "rates of which nothing is left": Row(
+        lambda: calibrate([(X, Y.clamp(max=1))], class_rates=[1e-6, 1e-6, 1 - 2e-6]), "No held-out sample is left"
+    ),
     "classes jointly": Row(lambda: calibrate(jointly=True), "no values are predicted"),
 }  # fmt: skip
 

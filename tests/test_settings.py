@@ -271,7 +271,8 @@ def test_a_file_keeps_what_its_posterior_lacks(tmp_path: Path) -> None:
 def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
     assert list(HYPERPARAMETERS) == [own.name for own in fields(Hyperparameters)]
     _, posterior, _ = _fitted(method="inf")
-    assert posterior.tunable == {"scale", "prior_precision", "residual_weight", "temperature"}
+    of_weights = {"scale", "prior_precision", "residual_weight"}
+    assert posterior.tunable == of_weights | {"temperature", "class_shift", "class_scale"}
     assert posterior.width_parameter == "prior_precision" and not posterior.fixed_by_training
     shown = posterior.report().summary
     assert posterior.reported().items() <= shown.items() and "noise scale" not in shown

@@ -54,7 +54,7 @@ from posthoc_uq.posteriors.history import (
     ScaleCorrection,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, SettingsRecord
+from posthoc_uq.posteriors.settings import BY_CLASS, HEADS, HYPERPARAMETERS, NOVELTIES, SettingsRecord
 
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
@@ -311,7 +311,7 @@ class Description(Record):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Description:
-        missing = sorted(HYPERPARAMETERS.keys() - self.settings.given)
+        missing = sorted(HYPERPARAMETERS.keys() - self.settings.given - set(BY_CLASS))
         if missing:
             raise ValueError(f"has no '{missing[0]}' in its settings")
         faithful = self.history.faithful
@@ -371,6 +371,10 @@ class Description(Record):
                     f"has the likelihood {likelihood.name!r}, which contradicts its {outputs} outputs"
                 )
             classes = likelihood.classes(outputs)
+        for name in BY_CLASS:
+            numbers = len(getattr(self.settings, name))
+            if numbers and (not likelihood.class_logits or outputs not in (None, numbers)):
+                raise ValueError(f"has a {name} of {numbers} numbers, which its outputs contradict")
         grams = [] if self.features is None else [self.features, *self.features.stages]
         if classes is not None and any(each.classes > classes for each in grams):
             raise ValueError(f"has features of more classes than the {classes} that there are")

@@ -7,8 +7,9 @@ tuned is a factor on all variances, and with distances in predictive deviations 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from math import log
 from typing import Annotated, Any, Literal, cast, get_args
@@ -38,11 +39,20 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.sweep import WORD
+from posthoc_uq.fitting.class_scaling import ClassRows, Scaling, class_scaled
 from posthoc_uq.fitting.faithful import backward_dominates, model_of, rows_named, scaled_variances
-from posthoc_uq.fitting.held_out import Evaluated, TemperatureLosses, centre_of, most_probable_factor
+from posthoc_uq.fitting.held_out import (
+    Evaluated,
+    TemperatureLosses,
+    centre_of,
+    class_scaling_noted,
+    most_probable_factor,
+    temperature_penalty,
+    warn_of_disagreement,
+)
 from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
-from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
+from posthoc_uq.fitting.tune import checked_scaling, has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
@@ -69,9 +79,10 @@ from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
 from posthoc_uq.posteriors.history import HeadRecord, Trial, Trials, recordable
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import HEADS
+from posthoc_uq.posteriors.settings import BY_CLASS, HEADS
 
 Share = Annotated[float, Gt(0), Lt(1)]
+Rate = Annotated[float, Gt(0), Lt(1)]
 
 
 @defer_interrupts
@@ -80,6 +91,8 @@ def calibrate(
     loader: Iterable[Any],
     *,
     share: float | None = 0.5,
+    scaling: Scaling | None = None,
+    class_rates: Sequence[float] | Tensor | None = None,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     jointly: bool = False,
@@ -133,6 +146,13 @@ def calibrate(
         share: of the samples that tune, and that measure the tails of scores of inputs; which, depends on their inputs
             and targets and the seed, not on their order. None: all samples do both, and promises hold approximately,
             but for those intervals of which all samples promise in any case.
+        scaling: of logits, as in `tune`: by default ``"auto"``, a temperature, and a shift of each class where labels
+            clearly speak for it. Where none does, but a class's mean probability is far from its frequency, a warning
+            names it.
+        class_rates: those of the inputs to be predicted, a number for each class (two for a single logit), where they
+            are known to be others than those of the loader, and inputs of each class the same. Each class's logit gets
+            ``log(rate / rate in the loader)``. Promises go by the samples that are left when each class has lost so
+            many at random that the rest has these rates; with `by_class` sets go by all samples of each class.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
             whose size adapts to the input, with random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each. Without it the report names
@@ -164,6 +184,7 @@ def calibrate(
             f"calibrate takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     share = check_option("share", share, Share | None)
+    checked_scaling(posterior.likelihood, check_option("scaling", scaling, Scaling | None))
     sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
     by_class, jointly = check_option("by_class", by_class, bool), check_option("jointly", jointly, bool)
     seed = check_option("seed", seed, Seed)
@@ -177,11 +198,14 @@ def calibrate(
     check_loader(loader)
     progress = bars_shown(progress)
     check_reusable(loader, 3)
+    rates = None if class_rates is None else _checked_rates(posterior.likelihood, class_rates)
     new = calibrated(
         posterior,
         Readings(loader),
         BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights),
         share=share,
+        scaling=scaling,
+        class_rates=rates,
         sets=sets,
         by_class=by_class,
         jointly=jointly,
@@ -200,6 +224,8 @@ def calibrated(
     reader: BatchReader,
     *,
     share: float | None = 0.5,
+    scaling: Scaling | None = None,
+    class_rates: list[float] | None = None,
     sets: SetScore = "lac",
     by_class: bool = False,
     jointly: bool = False,
@@ -218,6 +244,7 @@ def calibrated(
     with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
+        weights = None if class_rates is None else data.weights(class_rates)
         # the width is then that of leave-one-out's noise, and all variances are proportional to the noise's
         evaluated: Evaluated | None = None
         by_factor = through == "linearized" and knows_noise(posterior) and posterior.evidence.noise_power == 1
@@ -228,6 +255,7 @@ def calibrated(
                 posterior,
                 data,
                 reader,
+                scaling=scaling,
                 head=head,
                 seed=seed,
                 retuned=share is not None,
@@ -241,6 +269,7 @@ def calibrated(
         tuned = tuned.noted(head={"options": recorded | recordable(options)})
         # without promises, so that predictions are made without those that are replaced
         tuned = tuned.noted(promises=None)
+        tuned = _at_rates(tuned, weights)
         known: _Known | None = None
         if through == "linearized" and evaluated is not None and recorded == recorded | recordable(options):
             predictor = evaluated.predictor.with_posterior(tuned)  # which has all that the search prepared
@@ -255,7 +284,7 @@ def calibrated(
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
         retunes = share is not None and tuned.likelihood.logits
-        measured, losses, rare = _measured(
+        measured, retuning, rare = _measured(
             predictor,
             data,
             known,
@@ -266,11 +295,13 @@ def calibrated(
             progress,
             all_promise=by_factor,
             retunes=retunes,
+            weights=weights,
         )
+        measured = measured.changed(class_rates=class_rates)
         promising = with_rare_classes(tuned.noted(promises=measured), rare)
         if not retunes or measured.kind == "positions":
             return promising
-        return _retuned(promising, measured, losses)
+        return _retuned(promising, measured, retuning, scaling or "auto", weights)
 
 
 def _with_head(
@@ -310,19 +341,99 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     return new.replaced(history=replace(new.history, trials=searched))
 
 
-def _retuned(posterior: Posterior, measured: ConformalScores, losses: TemperatureLosses) -> Posterior:
-    """The posterior at the temperature that all held-out labels find most probable. Its promises still go by the scores
-    at the one that the tuning part found: by all labels, each score would depend on the labels that promise.
+class _Retuning:
+    """What all held-out labels say of how logits are scaled.
+
+    Attributes:
+        losses: at every temperature, without shifts or scales of classes.
+        rows: predictions as they are, where outputs are logits of classes.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        """
+        Args:
+            predictor: makes the predictions.
+        """
+        self.losses, self.rows, posterior = TemperatureLosses(), ClassRows(), predictor.posterior
+        plain = replace(posterior.settings, class_shift=(), class_scale=())
+        self._plain = predictor.with_posterior(posterior.at(plain))
+        self._by_class = posterior.likelihood.class_logits
+
+    def add(self, distribution: Any, given: Tensor, prediction: Prediction, targets: Tensor) -> None:
+        """Add a batch: the distribution of its outputs with the targets as given, and what was made of both."""
+        self.losses.add(self._plain, distribution, given.clone())
+        if self._by_class:
+            self.rows.add(prediction, targets)
+
+
+def _retuned(
+    posterior: Posterior,
+    measured: ConformalScores,
+    retuning: _Retuning,
+    scaling: Scaling,
+    weights: Tensor | None,
+) -> Posterior:
+    """The posterior at the temperature, and the shift of each class, that all held-out labels find most probable. Its
+    promises still go by the scores at those that the tuning part found: by all labels, each score would depend on the
+    labels that promise.
 
     Labels of positions are many, so that half of them are enough.
     """
-    temperature = losses.most_probable(centre_of(posterior, "temperature"))
-    if temperature == posterior.temperature:
+    settings, table = posterior.settings, retuning.rows.table()
+    temperature = retuning.losses.most_probable(centre_of(posterior, "temperature"))
+    own = start = replace(settings, temperature=temperature, class_shift=(), class_scale=())
+    if table is not None:
+        scaled = table.before(settings).at(temperature)
+        if scaling != "temperature":
+            own = class_scaled(scaled, start, scaling, partial(temperature_penalty, posterior))
+        warn_of_disagreement(scaled.disagreement() if own is start else None)
+    new = _at_rates(class_scaling_noted(posterior.at(own), scaling), weights)
+    if new.settings == settings:
         return posterior
-    settings = replace(posterior.settings, temperature=temperature)
-    promises = measured.changed(retuned={"temperature": temperature})
+    found, before = new.settings.plain(), posterior.settings.plain()
+    names = ("temperature", *BY_CLASS)
+    retuned = {name: found.get(name, []) for name in names if found.get(name) != before.get(name)}
+    promises = measured.changed(retuned=retuned)
     how = {"temperature": "NLL of all held-out labels, and a prior around 1 with a heavy tail above it"}
-    return posterior.at(settings).noted(promises=promises, tuning=how)
+    return new.noted(promises=promises, tuning=how)
+
+
+def _checked_rates(likelihood: Likelihood, class_rates: Sequence[float] | Tensor) -> list[float]:
+    """The rates of classes, which sum to 1.
+
+    Raises:
+        PosthocUQError: they are no such rates, or an input has more than one class.
+    """
+    if not likelihood.class_logits or likelihood.name == "multilabel":
+        raise PosthocUQError(
+            f"class_rates are of classes of which an input has one, and likelihood {likelihood.name!r} has none such; "
+            f"shift its logits by posterior.with_settings(class_shift=...)."
+        )
+    given: Any = class_rates
+    if not isinstance(given, (str, dict)):
+        given = given.tolist() if hasattr(given, "tolist") else list(given)
+    rates = check_option("class_rates", given, list[Rate])
+    if len(rates) < 2 or abs(sum(rates) - 1) > 1e-3:
+        raise PosthocUQError(
+            f"class_rates must be a number for each class, with a sum of 1; these are {len(rates)} with a sum of "
+            f"{sum(rates):.4g}."
+        )
+    return rates
+
+
+def _at_rates(posterior: Posterior, weights: Tensor | None) -> Posterior:
+    """A posterior whose class shifts also have the logarithms of weights of classes."""
+    if weights is None:
+        return posterior
+    logs = weights.log()
+    one_logit = posterior.likelihood.name == "binary"
+    added = (logs[1:] - logs[:1]) if one_logit else logs - logs.mean()
+    present = posterior.class_shift or (0.0,) * len(added)
+    shift = tuple(own + more for own, more in zip(present, added.tolist(), strict=True))
+    how = posterior.history.tuning.get("class shift")
+    told = "moves predictions to the class rates that were given"
+    how = told if how is None else f"{how}, and {told}"
+    return posterior.at(replace(posterior.settings, class_shift=shift)).noted(tuning={"class shift": how})
 
 
 class _HeldOut:
@@ -435,6 +546,23 @@ class _HeldOut:
         ignored = (weights == 0).to(targets.device)
         return replace(batch, weights=None, targets=targets.long().masked_fill(ignored, layout.ignore_index))
 
+    def weights(self, class_rates: list[float]) -> Tensor:
+        """By how much each class is more frequent at these rates than in the data, ``(classes,)``; half a label is
+        added to each class.
+
+        Raises:
+            PosthocUQError: labels are no classes, or others.
+        """
+        classes, counts = (
+            len(class_rates),
+            torch.full((len(class_rates),), 0.5, dtype=torch.float64, device="cpu"),
+        )
+        with isolated_random_state(self.seed):
+            for batch, _ in self._keyed():
+                labels = _class_labels(batch, classes)
+                counts += torch.bincount(labels, minlength=classes)
+        return torch.tensor(class_rates, dtype=torch.float64, device="cpu") / counts * counts.sum()
+
     def split(self, share: float) -> None:
         """Let those samples tune whose hashes are the smallest, the share of them.
 
@@ -458,6 +586,21 @@ class _HeldOut:
         self.tuning = min(max(1, round(share * self.samples)), self.samples - 1)
         self._bound, self._content = int(keys.sort().values[self.tuning]), int(keys.sum())
         self._kept = kept if nbytes <= TEMPORARY_BYTES else None
+
+
+def _class_labels(batch: Batch, classes: int) -> Tensor:
+    """One class a sample, ``(samples,)`` on the CPU.
+
+    Raises:
+        PosthocUQError: there are none, or others than these classes.
+    """
+    targets = cast(Tensor, batch.targets).detach().cpu()
+    if targets.numel() != count_samples(batch) or bool(((targets < 0) | (targets >= classes)).any()):
+        raise PosthocUQError(
+            f"class_rates need one whole number a sample as its label, of 0 to {classes - 1}; give a rate for each "
+            f"class, and leave them out where targets are soft or have positions."
+        )
+    return targets.reshape(-1).long()
 
 
 class _Known:
@@ -512,9 +655,11 @@ def _measured(
     *,
     all_promise: bool,
     retunes: bool,
-) -> tuple[ConformalScores, TemperatureLosses, RareClasses | None]:
+    weights: Tensor | None,
+) -> tuple[ConformalScores, _Retuning, RareClasses | None]:
     """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
-    all samples. With `retunes` also the losses at every temperature, if outputs have no positions. And the classes that
+    all samples; with `weights` of classes each sample stays with the share of its class's weight of the largest one.
+    With `retunes` also what all labels say of how logits are scaled, if outputs have no positions. And the classes that
     these promise too little for.
 
     Raises:
@@ -525,9 +670,10 @@ def _measured(
     counting = list[Tensor]()  # which inputs have any
     of_targets, tuning, wrong = list[TargetScores](), list[Tensor](), list[Tensor]()
     of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
+    staying = list[Tensor]()
     kind: TargetScore | None = None
     classes: int | None = None
-    losses = TemperatureLosses()
+    retuning = _Retuning(predictor)
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         if data.samples or data.joins:  # else as many batches as the loader has, all as large as the first
             bar.total, bar.batches = data.samples or bar.total, 0
@@ -553,11 +699,14 @@ def _measured(
                 counting.append(alone[1])
             tuning.append(tunes)
             kept = torch.ones_like(tunes) if all_promise or data.all_in_both else ~tunes
+            if weights is not None:
+                staying.append(_staying(batch, weights, data.seed))
+                kept = kept if by_class else kept & staying[-1]
             given = cast(Tensor, batch.targets)
             predictor.posterior.likelihood.check(prediction.outputs_mean, given.cpu())
-            if retunes := retunes and prediction.kind != "positions":
-                losses.add(predictor, distribution, given.clone())
             targets = prediction.fitting(given.cpu().clone())
+            if retunes := retunes and prediction.kind != "positions":
+                retuning.add(distribution, given, prediction, targets)
             if (mistakes := prediction.mistakes(targets)) is not None:
                 wrong.append(mistakes)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
@@ -574,7 +723,10 @@ def _measured(
                 of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
             bar.advance(len(prediction))
     first = torch.cat(tuning)
-    second = first if data.all_in_both else ~first
+    of_sets = second = first if data.all_in_both else ~first
+    if staying:
+        first, second = _left(first, second, torch.cat(staying))
+        of_sets = of_sets if by_class else second
     scores, of_inputs_kept = _input_scores(of_inputs, first, second)
     of_counted_kept = mistaken = of_targets_kept = rare = None
     if counting:
@@ -595,8 +747,8 @@ def _measured(
         if of_classes:
             probs, labels, uniform = (torch.cat(parts) for parts in zip(*of_classes, strict=True))
             regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
-            scores_of_all = class_scores(probs[second], "raps", uniform[second], regularisation)
-            all_scores = scores_of_all.gather(-1, labels[second])
+            scores_of_all = class_scores(probs[of_sets], "raps", uniform[of_sets], regularisation)
+            all_scores = scores_of_all.gather(-1, labels[of_sets])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         if classes is not None and kind in get_args(SetScore) and not by_class:
             rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
@@ -619,7 +771,31 @@ def _measured(
         wrong=mistaken,
         counted=of_counted_kept,
     )
-    return found_scores, losses, rare
+    return found_scores, retuning, rare
+
+
+def _staying(batch: Batch, weights: Tensor, seed: int) -> Tensor:
+    """Which samples ``(samples,)`` stay, so that classes have the rates that their weights lead to: a function of the
+    samples and the seed alone.
+    """
+    targets = cast(Tensor, batch.targets)
+    keys = sample_keys((*batch.tensors, targets), count_samples(batch), mixed_seed(seed, 3)).cpu()
+    return uniforms(keys, 1).squeeze(1) < (weights / weights.max())[_class_labels(batch, len(weights))]
+
+
+def _left(first: Tensor, second: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:
+    """What stays of both parts.
+
+    Raises:
+        PosthocUQError: nothing does.
+    """
+    first, second = first & staying, second & staying
+    if not bool(first.any() and second.any()):
+        raise PosthocUQError(
+            "No held-out sample is left when each class has lost so many that the rest has these class_rates; give "
+            "more samples, above all of the classes that are more frequent there."
+        )
+    return first, second
 
 
 def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:

@@ -27,7 +27,7 @@ from posthoc_uq.core.progress import count_progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.predictor import Predictor, divisor_of
+from posthoc_uq.heads.predictor import Predictor, scaled_logits
 from posthoc_uq.layers.proof import PROBE_SAMPLES
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import by_input
@@ -523,7 +523,7 @@ class _NetworkOutputs:
     """The network's outputs for one batch.
 
     Attributes:
-        outputs: at least in float32, divided by the temperature.
+        outputs: at least in float32, scaled as predictions scale logits.
         layout: where they have positions.
         counted: which of their rows count; None for all.
         rows: how many predictions count: the positions, or the samples.
@@ -536,7 +536,7 @@ class _NetworkOutputs:
 
     @classmethod
     def of(cls, outputs: Tensor, batch: Batch, posterior: Posterior) -> _NetworkOutputs:
-        outputs = at_least_float32(outputs.detach()) / divisor_of(posterior)
+        outputs = scaled_logits(at_least_float32(outputs.detach()), posterior)
         layout = posterior.likelihood.positions_of(outputs)
         if layout is None:
             return cls(outputs, None, None, len(outputs))

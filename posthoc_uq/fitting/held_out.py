@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite, log10
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import joined
+from posthoc_uq.fitting.class_scaling import ClassRows, Scaling, class_scaled
 from posthoc_uq.fitting.faithful import (
     Score,
     backward_dominates,
@@ -28,7 +30,7 @@ from posthoc_uq.fitting.faithful import (
     width_parameter_of,
 )
 from posthoc_uq.heads.features import CACHE_BUDGETS
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, scaled_logits
 from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.history import Trial, Trials
@@ -48,6 +50,8 @@ _USUAL_WIDTHS = 4  # that are tried, for what a bar shows
 # Of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`.
 _PRIOR_SPREAD = 0.1
 _HEAVY_SPREAD = 0.3  # of a temperature above 1, which 20 labels can move to 5
+_SCALING_ROUNDS = 3  # of logits by class, from predictions at what the round before found ...
+_SCALING_STEP = 0.01  # ... unless no shift moved by more
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
@@ -123,6 +127,11 @@ def centre_of(posterior: Posterior, name: str) -> float:
     return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
 
+def temperature_penalty(posterior: Posterior, temperature: float) -> float:
+    """`hyperprior_penalty` of a posterior's temperature."""
+    return hyperprior_penalty(temperature, centre_of(posterior, "temperature"), _HEAVY_SPREAD)
+
+
 class TemperatureLosses:
     """The losses of held-out labels at `_TEMPERATURES`, from the distributions of their outputs, with few draws of
     these.
@@ -183,6 +192,7 @@ class HeldOutLoss(Score):
         by_sample: the losses of the last evaluation, ``(samples,)`` float64: the sum over a sample's labels.
         untempered: those of the first evaluation, at the temperature that the posterior had.
         temperature: that of all evaluations to come, None to search it.
+        disagreement: in words, where `class_scaled` left the mean probability of a class far from its frequency.
     """
 
     def __init__(
@@ -201,10 +211,51 @@ class HeldOutLoss(Score):
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.untempered: Tensor | None = None
         self.temperature: float | None = None
+        self.disagreement: str | None = None
+        self._rows: ClassRows | None = None  # of the last mean, if they are wanted
+        self._last: tuple[Hyperparameters, Trial] | None = None  # an evaluation that need not be made again
         self._at_every_prior: list[tuple[Any, Tensor]] | None = None
         self._correction = 1.0
         self._kept: list[tuple[Batch, Tensor]] | None = None  # all batches, where they are few
         self._evaluated: tuple[Predictor, list[Any]] | None = None  # of the last exact evaluation
+
+    def evaluate(self, settings: Hyperparameters) -> Trial:
+        """See `Score`."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] == settings else super().evaluate(settings)
+
+    def class_scaled(self, settings: Hyperparameters, scaling: Scaling) -> Hyperparameters:
+        """Settings with the shift, and scale, of each class that the labels ask for; see `class_scaling`. The next
+        evaluation at what is returned finds its temperature; it costs nothing where nothing was changed.
+
+        Raises:
+            PosthocUQError: a shift is asked for, and outputs have positions.
+        """
+        likelihood, asked = self.posterior.likelihood, scaling in ("bias", "vector")
+        penalty = partial(temperature_penalty, self.posterior)
+        for _ in range(_SCALING_ROUNDS if self._tempered and likelihood.class_logits else 0):
+            self._rows = ClassRows()
+            trial = self.evaluate(settings)
+            table, self._rows = self._rows.table(), None
+            self._last = (settings, trial)
+            if table is None or not isfinite(trial.objective):
+                if asked and isfinite(trial.objective):
+                    raise PosthocUQError(
+                        f"scaling={scaling!r} is for outputs without positions such as pixels or tokens; leave it out."
+                    )
+                break
+            found = trial.settings
+            if scaling != "temperature":
+                found = class_scaled(table, trial.settings, scaling, penalty)
+            if found is trial.settings:
+                self.disagreement = table.disagreement()
+                break
+            scaling = "bias" if scaling == "auto" else scaling
+            moved = np.subtract(found.class_shift, settings.class_shift or 0.0)
+            settings, self._last, self.untempered = found, None, None
+            if np.abs(moved).max() <= _SCALING_STEP:
+                break
+        return settings
 
     @contextmanager
     def approximated(self, settings: Hyperparameters) -> Generator[bool]:
@@ -290,10 +341,15 @@ class HeldOutLoss(Score):
 
     def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
         losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
+        if self._rows is not None:
+            self._rows = ClassRows()
         for distribution, targets in pairs:
             prediction = predictor.prediction_of(distribution)
             likelihood.check(prediction.outputs_mean, targets)
-            losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
+            fitting = prediction.fitting(targets)
+            losses.append(-as_double(prediction.log_prob(fitting)).flatten().cpu())
+            if self._rows is not None and prediction.kind != "positions":
+                self._rows.add(prediction, fitting)
             count += labelled(likelihood, targets)
         self.labels, self.by_sample = count, torch.cat(losses) if losses else self.by_sample
         if self.untempered is None:
@@ -314,8 +370,7 @@ class HeldOutLoss(Score):
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
         if not self._tempered:
             return 0.0
-        centre = centre_of(self.posterior, "temperature")
-        return hyperprior_penalty(temperature, centre, _HEAVY_SPREAD) / max(1, self.labels)
+        return temperature_penalty(self.posterior, temperature) / max(1, self.labels)
 
     def noise_reluctance(self, factor: float) -> float:
         """`hyperprior_penalty` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a
@@ -334,30 +389,31 @@ class HeldOutLoss(Score):
         with torch.no_grad():
             return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), noise_scale)
 
-    def of_network(self, noise_scale: float) -> float:
-        """The loss of the network at the posterior's mean, which an ever narrower posterior comes to, at its most
-        probable temperature and with what the prior of that adds.
+    def of_network(self, settings: Hyperparameters) -> float:
+        """The loss of the network at the posterior's mean, which an ever narrower posterior with these settings comes
+        to, at its most probable temperature and with what the prior of that adds.
         """
+        noise_scale, posterior = settings.noise_scale, self.posterior.at(settings)
         with torch.no_grad():
             pairs = list(self._network_outputs())
         if not self._tempered:
             return self._of_outputs(pairs, noise_scale)
-        losses = [self._of_outputs(pairs, noise_scale, 10.0 ** float(decade)) for decade in _TEMPERATURES]
-        centre = centre_of(self.posterior, "temperature")
-        best = _most_probable(losses, self.labels, centre)
-        penalty = hyperprior_penalty(best, centre, _HEAVY_SPREAD) / max(1, self.labels)
-        return self._of_outputs(pairs, noise_scale, best) + penalty
 
-    def _of_outputs(
-        self, pairs: Iterable[tuple[Tensor, Any]], noise_scale: float, temperature: float = 1.0
-    ) -> float:
+        def at(temperature: float) -> float:
+            scaled = ((scaled_logits(out, posterior, temperature=temperature), y) for out, y in pairs)
+            return self._of_outputs(scaled, noise_scale)
+
+        losses = [at(10.0 ** float(decade)) for decade in _TEMPERATURES]
+        best = _most_probable(losses, self.labels, centre_of(self.posterior, "temperature"))
+        return at(best) + self.temperature_penalty(best)
+
+    def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], noise_scale: float) -> float:
         """The loss of outputs without uncertainty."""
         likelihood = self.posterior.likelihood.at_noise_scale(noise_scale).for_scoring()
         total, count = 0.0, 0
         with torch.no_grad():
             for outputs, targets in pairs:
-                scaled = outputs if temperature == 1.0 else outputs / temperature
-                total -= float(as_double(likelihood.log_prob(scaled, targets)).sum())
+                total -= float(as_double(likelihood.log_prob(outputs, targets)).sum())
                 count += labelled(self.posterior.likelihood, targets)
         return mean_of_labels(total, count)
 
@@ -408,6 +464,27 @@ def _exact_share(predictor: Predictor, batch: Batch, made: Any) -> float:
     return share if isfinite(share) and share > 0 else 1.0
 
 
+def class_scaling_noted(posterior: Posterior, scaling: Scaling) -> Posterior:
+    """A posterior whose history says how its shifts and scales of classes were chosen, or nothing where it has none."""
+    history, has = posterior.history, dict[str, str]()
+    if posterior.class_shift:
+        clear = ", which clearly speak for one" if scaling == "auto" else ""
+        has["class shift"] = f"the most probable one of each class by held-out labels{clear}"
+    if posterior.class_scale:
+        has["class scale"] = "the most probable one of each class by held-out labels"
+    kept = {name: how for name, how in history.tuning.items() if name not in ("class shift", "class scale")}
+    return posterior.replaced(history=replace(history, tuning=kept | has))
+
+
+def warn_of_disagreement(disagreement: str | None) -> None:
+    """Warn where predictions still have other class rates than held-out labels."""
+    if disagreement is not None:
+        warn_user(
+            f"{disagreement}: the network was trained at other class rates. scaling='bias' gives each class's logit a "
+            f"shift that mends this."
+        )
+
+
 class _Tried(NamedTuple):
     """A trial, and what is compared.
 
@@ -430,8 +507,10 @@ class _WidthSearch:
         loss: that it is of.
         base: the settings at which it begins.
         name: of the hyperparameter that is searched.
+        scaling: whether logits get a shift, and a scale, of each class first.
 
     Attributes:
+        base: with these.
         tried: by decades from the base.
         closest: how near a decision came to its limit, in nats.
     """
@@ -442,8 +521,10 @@ class _WidthSearch:
         loss: HeldOutLoss,
         base: Hyperparameters,
         name: str,
+        scaling: Scaling,
     ) -> None:
-        self._attempt, self._loss, self._base, self._name = attempt, loss, base, name
+        self._attempt, self._loss, self.base, self._name = attempt, loss, base, name
+        self._scaling: Scaling = scaling
         self.tried, self.closest = dict[float, _Tried](), inf
         self._network = self._allowed = 0.0
 
@@ -454,10 +535,11 @@ class _WidthSearch:
 
     def find(self) -> float:
         """The decade that is chosen."""
-        loss, name, base, step = self._loss, self._name, self._base, _FIRST_STEP
+        loss, name, step = self._loss, self._name, _FIRST_STEP
         loss.untempered = None
+        base = self.base = loss.class_scaled(self.base, self._scaling)
         self._at(0.0)
-        self._network = loss.of_network(base.noise_scale)
+        self._network = loss.of_network(base)
         likelihood = loss.posterior.likelihood
         # of a density, certainty about a few labels is no reason
         evidence = max(_MAX_COST, _MIN_EVIDENCE / max(1, loss.labels))
@@ -481,7 +563,7 @@ class _WidthSearch:
 
     def _at(self, decade: float) -> _Tried:
         if decade not in self.tried:
-            self.tried[decade] = self._attempt(scale_width(self._base, self._name, 10.0**decade))
+            self.tried[decade] = self._attempt(scale_width(self.base, self._name, 10.0**decade))
         return self.tried[decade]
 
     def _accepts(self, decade: float) -> bool:
@@ -521,6 +603,7 @@ class HeldOutSearch:
         searched: the names of the hyperparameters, in the order of the search.
         tempered: whether every evaluation finds a temperature, too.
         retuned: whether the temperature is found again at the width that is chosen.
+        scaling: whether logits get a shift, and a scale, of each class.
         max_evaluations: for each hyperparameter but the width.
         progress: whether to show a bar.
 
@@ -538,11 +621,13 @@ class HeldOutSearch:
         *,
         tempered: bool,
         retuned: bool,
+        scaling: Scaling,
         max_evaluations: int,
         progress: bool,
     ) -> None:
         self._retuned = retuned
         self.posterior, self._loss, self._tempered = loss.posterior.at(settings), loss, tempered
+        self._scaling: Scaling = scaling
         self._max_evaluations = max_evaluations
         self._best: Trial | None = None  # of the hyperparameters searched so far
         self.trials = Trials("likelihood", (*searched, "temperature") if tempered else tuple(searched))
@@ -574,8 +659,10 @@ class HeldOutSearch:
         self.bar.begin_search()
         found = self._nearly(base) if name == "prior_precision" else None
         if found is None:
-            found = _WidthSearch(self._try, self._loss, base, name)
+            found = _WidthSearch(self._try, self._loss, base, name, self._scaling)
             self._keep(found.tried[found.find()].trial)
+        if self._tempered:
+            self.posterior = class_scaling_noted(self.posterior, self._scaling)
         self._note_width(HYPERPARAMETERS[name].label, found.best.trial.objective)
 
     def _nearly(self, base: Hyperparameters) -> _WidthSearch | None:
@@ -585,13 +672,13 @@ class HeldOutSearch:
         with self._loss.approximated(base) as approximated:
             if not approximated:
                 return None
-            found = _WidthSearch(self._try, self._loss, base, "prior_precision")
+            found = _WidthSearch(self._try, self._loss, base, "prior_precision", self._scaling)
             decade = found.find()
         nearly, trials = found.tried[decade], self.trials.trials
         begin = trials.index(found.tried[0.0].trial)
         if decade < 0 and self._tempered:  # at the temperature of the first, as all wider ones
             if not self._retuned:
-                self._replace(found, 0.0, base)
+                self._replace(found, 0.0, found.base)
             self._loss.temperature = found.tried[0.0].trial.settings.temperature
         self._replace(found, decade, nearly.trial.settings)
         self._loss.temperature = None
@@ -614,7 +701,7 @@ class HeldOutSearch:
         self.bar.begin_search()
         base = self._best
         if base is None or not isfinite(base.objective):
-            base = self._try(self.posterior.settings).trial
+            base = self._try(self._scale_classes(self.posterior.settings)).trial
         start = base
         tried = [_Tried(base.objective + self._penalty(base.settings, name), base, self._loss.by_sample)]
 
@@ -646,7 +733,7 @@ class HeldOutSearch:
     def set_temperature(self) -> None:
         """Find the temperature alone."""
         self.bar.begin_search()
-        self._keep(self._try(self.posterior.settings).trial)
+        self._keep(self._try(self._scale_classes(self.posterior.settings)).trial)
         self._note_temperature()
 
     def finish(self) -> Posterior:
@@ -670,6 +757,13 @@ class HeldOutSearch:
                 f"{trials.model_alone:.4g}: the posterior does not serve this model. {advice}"
             )
         return self.posterior.replaced(history=replace(self.posterior.history, trials=trials))
+
+    def _scale_classes(self, settings: Hyperparameters) -> Hyperparameters:
+        """Settings with the shift, and scale, of each class."""
+        settings = self._loss.class_scaled(settings, self._scaling)
+        if self._tempered:
+            self.posterior = class_scaling_noted(self.posterior.at(settings), self._scaling)
+        return settings
 
     def _keep(self, trial: Trial) -> None:
         """Take a trial as the best."""

@@ -34,6 +34,7 @@ from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.labels import LABELS_IN_ALL
 from posthoc_uq.files import check_unchanged
+from posthoc_uq.fitting.class_scaling import Scaling
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
@@ -42,11 +43,12 @@ from posthoc_uq.fitting.faithful import (
     rows_named,
     set_faithful,
 )
-from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch
+from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch, warn_of_disagreement
 from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
 from posthoc_uq.fitting.prior import DIVERGENCE, knows_noise
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.history import CRITERIA, Criterion, HeadRecord, recordable
 from posthoc_uq.posteriors.posterior import Posterior
@@ -70,6 +72,7 @@ def tune(
     criterion: str | None = None,
     divergence: float | None = None,
     temperature: bool | None = None,
+    scaling: Scaling | None = None,
     per_layer: bool = False,
     noise: bool | None = None,
     parameters: tuple[str, ...] | None = None,
@@ -121,6 +124,10 @@ def tune(
         temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
+        scaling: with held-out data, of outputs that are logits of classes or labels: ``"temperature"`` alone;
+            ``"bias"``, a shift of each class with it, for a network that was trained at other class rates;
+            ``"vector"``, a scale of each class, too; or ``"auto"``, the default: the shift where labels clearly speak
+            for it. Outputs with positions have a temperature alone.
         per_layer: one prior precision per layer (evidence only).
         noise: tune a common factor on the observation noise of a regression: the noise variance, the variances that a
             heteroscedastic network predicts, the dispersion of ``"negative_binomial"`` and of ``"gamma"`` (the inverse
@@ -178,6 +185,7 @@ def tune(
         reader=BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets),
         divergence=check_option("divergence, a budget in nats,", divergence, Positive | None),
         temperature=check_option("temperature", temperature, bool | None),
+        scaling=check_option("scaling", scaling, Scaling | None),
         per_layer=check_option("per_layer", per_layer, bool),
         noise=check_option("noise", noise, bool | None),
         parameters=parameters,
@@ -202,6 +210,7 @@ def tuned_by_labels(
     loader: Iterable[Any],
     reader: BatchReader,
     *,
+    scaling: Scaling | None,
     head: str | None,
     seed: int,
     retuned: bool,
@@ -211,10 +220,18 @@ def tuned_by_labels(
     """`tune` by held-out labels with all else at its default, and what its last exact evaluation was made of.
 
     Args:
-        retuned: whether the temperature is found again at the width that is chosen.
+        retuned: whether the temperature is found again at the width that is chosen; that says of class rates, then.
     """
     search = _ByHeldOutLabels(
-        posterior, loader, reader, head=head, seed=seed, progress=progress, options=options, retuned=retuned
+        posterior,
+        loader,
+        reader,
+        scaling=scaling,
+        head=head,
+        seed=seed,
+        progress=progress,
+        options=options,
+        retuned=retuned,
     )
     return search.tuned(), search.evaluated
 
@@ -255,6 +272,7 @@ class _Search(ABC):
     reader: BatchReader
     divergence: float | None = None
     temperature: bool | None = None
+    scaling: Scaling | None = None
     per_layer: bool = False
     noise: bool | None = None
     parameters: tuple[str, ...] | None = None
@@ -280,6 +298,10 @@ class _Search(ABC):
                 raise PosthocUQError(
                     "initial, groups and initialisations are for criterion='leave_one_out'; leave them out."
                 )
+        if self.criterion != "likelihood" and self.scaling is not None:
+            raise PosthocUQError(
+                "scaling is chosen by held-out labels, criterion='likelihood'; leave it out."
+            )
         self.check()
         with steady(model_of(self.posterior), call="tune"):
             return self.run()
@@ -462,6 +484,7 @@ class _ByHeldOutLabels(_Search):
 
     def check(self) -> None:
         self.check_data()
+        checked_scaling(self.posterior.likelihood, self.scaling, kept=self.temperature is False)
         if not self.names() and not self.tempered():
             raise nothing_to_tune(self.posterior)
 
@@ -474,7 +497,8 @@ class _ByHeldOutLabels(_Search):
         fitted, left_out = self.posterior.history.faithful, self.posterior.history.left_out
         if tempered:
             found = 1.0 if fitted is None else fitted.network_temperature
-            settings = replace(settings, temperature=found if left_out is None else left_out.temperature)
+            at = found if left_out is None else left_out.temperature
+            settings = replace(settings, temperature=at, class_shift=(), class_scale=())
         assert self.loader is not None
         loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
@@ -488,6 +512,7 @@ class _ByHeldOutLabels(_Search):
             [first, *others] if first in names and first is not None else others,
             tempered=tempered,
             retuned=self.retuned,
+            scaling=self.scaling or "auto",
             max_evaluations=self.max_evaluations,
             progress=self.progress,
         )
@@ -499,6 +524,8 @@ class _ByHeldOutLabels(_Search):
             if not names:
                 search.set_temperature()
         self.evaluated = loss.evaluated()
+        if not self.retuned:
+            warn_of_disagreement(loss.disagreement)
         return search.finish()
 
     def names(self) -> list[str]:
@@ -559,6 +586,23 @@ class _ByHeldOutLabels(_Search):
 _SEARCHES = {
     search.criterion: search for search in (_ByFaithfulness, _ByHeldOutLabels, _ByLeaveOneOut, _ByEvidence)
 }
+
+
+def checked_scaling(likelihood: Likelihood, scaling: Scaling | None, *, kept: bool = False) -> None:
+    """Refuse a scaling of logits where there are none, or which is `kept` as it is."""
+    if scaling is None:
+        return
+    if not likelihood.logits:
+        raise PosthocUQError(
+            f"scaling is of logits, and likelihood {likelihood.name!r} has none; leave it out."
+        )
+    if kept:
+        raise PosthocUQError("temperature=False keeps how logits are scaled; leave it out, or scaling.")
+    if scaling in ("bias", "vector") and not likelihood.class_logits:
+        raise PosthocUQError(
+            f"scaling={scaling!r} gives each class's logit a shift, and likelihood {likelihood.name!r} has no logit of "
+            f"each class; leave it out."
+        )
 
 
 def has_something_to_tune(posterior: Posterior) -> bool:

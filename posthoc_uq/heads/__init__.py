@@ -37,7 +37,7 @@ OFFERED = {
     "moments": "MomentsPredictor",
     "linearized": "LinearizedPredictor",
     "referral": "Referral",
-    "predictor": "divisor_of",
+    "predictor": "scaled_logits",
     "features": "FeatureCache",
 }
 """By file, the names that come on first use."""

@@ -66,9 +66,64 @@ if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features
 
 
-def divisor_of(posterior: Posterior) -> float:
-    """What outputs are divided by: the temperature where they are logits, 1 elsewhere."""
-    return posterior.temperature if posterior.likelihood.logits else 1.0
+def scaled_logits(
+    outputs: Tensor, posterior: Posterior, *, draws: bool = False, temperature: float | None = None
+) -> Tensor:
+    """What probabilities are made of: of logits ``scale * z / temperature + shift``, with a scale and a shift of each
+    class where the posterior has them; other outputs as they are.
+
+    Args:
+        outputs: ``(batch, ...)``; with `draws` those of several draws, ``(draws, batch, ...)``.
+        posterior: gives temperature, scales and shifts.
+        draws: see above.
+        temperature: in place of the posterior's.
+    """
+    if not posterior.likelihood.logits:
+        return outputs
+    if posterior.class_scale:
+        outputs = outputs * _by_class(posterior.class_scale, outputs, posterior, draws)
+    divisor = posterior.temperature if temperature is None else temperature
+    outputs = outputs if divisor == 1.0 else outputs / divisor
+    if posterior.class_shift:
+        outputs = outputs + _by_class(posterior.class_shift, outputs, posterior, draws)
+    return outputs
+
+
+def scaled_gaussian(
+    outputs: OutputGaussian, posterior: Posterior, temperature: float | None = None
+) -> OutputGaussian:
+    """The same of Gaussian outputs."""
+    if not posterior.likelihood.logits:
+        return outputs
+    divisor = posterior.temperature if temperature is None else temperature
+    outputs = outputs if divisor == 1.0 else outputs.over(divisor)
+    if posterior.class_scale:
+        factors = _by_class(posterior.class_scale, outputs.mean, posterior)
+        outputs = outputs.by_class(factors, torch.tensor(posterior.class_scale))
+    if posterior.class_shift:
+        shift = _by_class(posterior.class_shift, outputs.mean, posterior)
+        outputs = outputs._replace(mean=outputs.mean + shift)
+    return outputs
+
+
+def _by_class(
+    numbers: tuple[float, ...], outputs: Tensor, posterior: Posterior, draws: bool = False
+) -> Tensor:
+    """The numbers of classes as a tensor that is broadcast to outputs.
+
+    Raises:
+        PosthocUQError: the outputs are those of another number of classes.
+    """
+    batch = outputs[0] if draws else outputs
+    layout = posterior.likelihood.positions_of(batch)
+    axis = batch.ndim - 1 if layout is None else layout.class_dim % batch.ndim
+    # one logit a sample may have no dimension of its own
+    if len(numbers) != (batch.shape[axis] if batch.ndim > 1 else 1):
+        raise PosthocUQError(
+            f"The posterior has {len(numbers)} numbers in its class_shift or class_scale, and the model's outputs are "
+            f"of shape {tuple(batch.shape)}; give one for each class: posterior.with_settings(class_shift=[...])."
+        )
+    return outputs.new_tensor(numbers).reshape(-1, *[1] * (batch.ndim - 1 - axis))
 
 
 def from_gaussian(
@@ -82,7 +137,8 @@ def from_gaussian(
 ) -> Prediction:
     """The prediction of Gaussian outputs ``N(mean, variance)``; see `Likelihood.from_gaussian`.
 
-    The posterior's temperature divides logits; its noise variance is added to a regression's.
+    The posterior's temperature divides logits, which may have a scale and a shift of each class; its noise variance is
+    added to a regression's.
 
     Args:
         mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
@@ -96,7 +152,7 @@ def from_gaussian(
     """
     mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
     outputs = OutputGaussian(mean, variance, covariance, link, n_draws)
-    return posterior.observation.from_gaussian(outputs.over(divisor_of(posterior)))
+    return posterior.observation.from_gaussian(scaled_gaussian(outputs, posterior))
 
 
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
@@ -515,7 +571,7 @@ class Predictor(nn.Module, ABC):
                 f"{_format_identity(present)}; calibrate for this one, posterior = "
                 f"uq.calibrate(posterior, val_loader, head=...), and wrap again."
             )
-        if promises.valid_at != self._posterior.settings.plain():
+        if not self._posterior.keeps_promises:
             return (
                 "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again, "
                 "posterior = uq.calibrate(posterior, val_loader), and wrap again."
@@ -630,7 +686,7 @@ class Predictor(nn.Module, ABC):
         """
         generator, posterior = _or_new(generator), self.posterior
         functions = self.functional_samples(*args, n_samples=n_samples, generator=generator, **kwargs)
-        functions, likelihood = functions / divisor_of(posterior), posterior.observation
+        functions, likelihood = scaled_logits(functions, posterior, draws=True), posterior.observation
         if not targets:
             predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
             return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
@@ -855,9 +911,14 @@ class GaussianPredictor(Predictor):
         self, distribution: OutputGaussian, temperatures: Sequence[float]
     ) -> Iterator[tuple[int, Prediction]]:
         """With few draws of the outputs, the covariance taken apart once, and one call for several temperatures."""
+        posterior, one_scale = self._posterior, not self._posterior.class_scale
         mean, variance, covariance = distribution[:3]
-        posterior = self._posterior
-        if self._link == "mc" and posterior.likelihood.softmax and isinstance(covariance, Tensor):
+        if (
+            one_scale
+            and self._link == "mc"
+            and posterior.likelihood.softmax
+            and isinstance(covariance, Tensor)
+        ):
             rows = posterior.likelihood.positions_of(mean)
             mean_rows = at_least_float32(mean if rows is None else rows.rows(mean))
             covariance = of_covariance(mean_rows, covariance)
@@ -871,9 +932,7 @@ class GaussianPredictor(Predictor):
         step = max(1, _DRAFT_NUMBERS // max(1, given.numbers))
         for start in range(0, len(temperatures), step):
             part = temperatures[start : start + step]
-            outputs = OutputGaussian.cat(
-                [given.over(t if posterior.likelihood.logits else 1.0) for t in part]
-            )
+            outputs = OutputGaussian.cat([scaled_gaussian(given, posterior, t) for t in part])
             yield len(part), posterior.observation.from_gaussian(outputs)
 
     def prediction_of(self, distribution: OutputGaussian) -> Prediction:

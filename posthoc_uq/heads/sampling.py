@@ -21,7 +21,7 @@ from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.progress import report_progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.heads.predictor import Predictor, divisor_of, reading
+from posthoc_uq.heads.predictor import Predictor, reading, scaled_logits
 from posthoc_uq.layers.calls import CallReplacer, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.capture import WatchedLayer
 from posthoc_uq.layers.frozen import (
@@ -555,12 +555,12 @@ class SamplingPredictor(Predictor):
     @reading
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
-        temperature.
+        temperature, and have the scale and the shift of each class.
         """
-        batch, divisor = self._batch(args, kwargs), divisor_of(self._posterior)
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
             outputs = self._distribution(batch)
-        return outputs if divisor == 1.0 else outputs / divisor
+        return scaled_logits(outputs, self._posterior, draws=True)
 
     def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`: other draws than those of its predictions, as many at once as memory allows."""
@@ -574,8 +574,8 @@ class SamplingPredictor(Predictor):
         return torch.cat(found)
 
     def _predict(self, batch: Batch) -> Prediction:
-        ensemble, divisor = self.ensemble, divisor_of(self._posterior)
-        grams = self._posterior.features if self._tells_novelty else None
+        ensemble, posterior = self.ensemble, self._posterior
+        grams = posterior.features if self._tells_novelty else None
         features = ensemble.features(batch, () if grams is None else grams.watched)
         calls = None if features is None else features.watched
         # before the draws: a model may change its inputs in place
@@ -587,9 +587,8 @@ class SamplingPredictor(Predictor):
             prediction = self.promising(self.prediction_of(outputs), outputs)
             prediction.at_promises()  # made now, so that the draws are not kept
             return prediction.with_novelty(ratio)
-        if divisor != 1.0:
-            blocks = (block / divisor for block in blocks)
-        return self._posterior.observation.from_blocks(blocks).with_novelty(ratio)
+        blocks = (scaled_logits(block, posterior, draws=True) for block in blocks)
+        return posterior.observation.from_blocks(blocks).with_novelty(ratio)
 
     def _distribution(self, batch: Batch) -> Tensor:
         ensemble = self.ensemble
@@ -597,7 +596,8 @@ class SamplingPredictor(Predictor):
 
     def prediction_of(self, distribution: Tensor) -> Prediction:
         """See `Predictor`."""
-        return self._posterior.observation.from_blocks(iter([distribution / divisor_of(self._posterior)]))
+        scaled = scaled_logits(distribution, self._posterior, draws=True)
+        return self._posterior.observation.from_blocks(iter([scaled]))
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; features do not change when the weights are drawn anew."""

@@ -35,6 +35,7 @@ class _Labels(Likelihood, ABC):
     """Independent labels 0 and 1, each of one logit."""
 
     logits: ClassVar[bool] = True
+    class_logits: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     links: ClassVar[tuple[str, ...]] = LINKS
 

@@ -87,6 +87,7 @@ class Categorical(Likelihood):
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
+    class_logits: ClassVar[bool] = True
     links: ClassVar[tuple[str, ...]] = LINKS
     fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own

@@ -398,6 +398,8 @@ class ConformalScores(InputScores):
         seed: of the split, and of the random numbers of ``"aps"`` and ``"raps"``.
         head: the identity of the predictor.
         posterior: its hyperparameters. No sample that promises chose any of them.
+        class_rates: those of the inputs that it promises for, where they were given; samples were left out so that the
+            rest has them.
         retuned: those that all samples chose afterwards, for what is predicted; scores stay those of `posterior`.
         targets: how badly targets fit; None where the likelihood has no score of them.
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
@@ -411,6 +413,7 @@ class ConformalScores(InputScores):
     head: dict[Name, Plain]
     posterior: dict[Name, Plain]
     retuned: dict[Name, Plain] | None = None
+    class_rates: list[Annotated[float, Field(gt=0, lt=1)]] | None = None
     targets: HeldOutTargets | None = None
     wrong: dict[Name, Annotated[Tensor, Listed(list[Natural], torch.int64)]] | None = None
     counted: InputScores | None = None

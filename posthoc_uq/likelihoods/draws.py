@@ -137,6 +137,24 @@ class OutputGaussian(NamedTuple):
         mean, variance = self.mean / temperature, self.variance / temperature**2
         return self._replace(mean=mean, variance=variance, covariance=covariance)
 
+    def by_class(self, factors: Tensor, of_rows: Tensor) -> OutputGaussian:
+        """The same for outputs multiplied by a factor of each class. Of a `LogitCovariance` that is approximate: what
+        all logits have in common is no part of it.
+
+        Args:
+            factors: of a shape that is broadcast to the mean.
+            of_rows: the same, ``(classes,)``.
+        """
+        covariance = self.covariance
+        if isinstance(covariance, LogitCovariance):
+            own = of_rows.to(covariance.rest)
+            covariance = LogitCovariance(covariance.root * own.unsqueeze(-1), covariance.rest * own.square())
+        elif covariance is not None:
+            own = of_rows.to(covariance)
+            covariance = covariance * own * own.unsqueeze(-1)
+        mean, variance = self.mean * factors, self.variance * factors.square()
+        return self._replace(mean=mean, variance=variance, covariance=covariance)
+
     @staticmethod
     def cat(parts: Sequence[OutputGaussian]) -> OutputGaussian:
         """Several of one kind, one batch after the other."""

@@ -64,6 +64,7 @@ class Likelihood:
         logits: outputs are logits, which a posterior's temperature divides.
         softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
             use those of the most probable classes alone.
+        class_logits: each output is the logit of a class or a label, to which a shift of its own may be added.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
         links: the names that a head takes as ``link=``; what each of them means, `from_gaussian` says.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
@@ -75,6 +76,7 @@ class Likelihood:
     name: str = ""
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
+    class_logits: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     links: ClassVar[tuple[str, ...]] = ("mc",)
     fields: ClassVar[type[Record]] = Record

@@ -31,7 +31,15 @@ from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.laplace import MeanFieldBlock
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, ONE_PRIOR, Evidence, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import (
+    BY_CLASS,
+    HYPERPARAMETERS,
+    ONE_PRIOR,
+    Evidence,
+    Hyperparameters,
+    LayerPriors,
+    same_settings,
+)
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.report import Report
@@ -266,6 +274,10 @@ class Posterior:
     """Factor on the noise variance, or the dispersion, of the likelihood (regression)."""
     temperature = _Hyperparameter[float]()
     """Divides the logits in prediction (classification)."""
+    class_shift = _Hyperparameter[tuple[float, ...]]()
+    """A number for each class or label, which is added to its logit after the temperature; empty for none."""
+    class_scale = _Hyperparameter[tuple[float, ...]]()
+    """A number for each class or label, by which its logit is multiplied; empty for none."""
 
     def __init__(
         self,
@@ -315,6 +327,7 @@ class Posterior:
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
+        outputs |= set(BY_CLASS) if likelihood.class_logits else set()
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.fixed_by_training = frozenset[str]().union(
             *(block.fixed_by_training for block in self.blocks.values())
@@ -414,6 +427,8 @@ class Posterior:
         residual_weight: float | None = None,
         noise_scale: float | None = None,
         temperature: float | None = None,
+        class_shift: Sequence[float] | Tensor | None = None,
+        class_scale: Sequence[float] | Tensor | None = None,
     ) -> Self:
         """This posterior with other hyperparameters; those that are not given stay. Warns if promises no longer hold.
 
@@ -423,6 +438,10 @@ class Posterior:
             residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
             noise_scale: factor on the noise variance, or the dispersion, of the likelihood (regression).
             temperature: divides the logits in prediction (classification).
+            class_shift: a number for each class or label, one for a single logit: added to the logits after the
+                temperature. ``log(rate / rate of the training)`` of every class moves predictions to other class rates.
+                ``()`` for none.
+            class_scale: the same, by which logits are multiplied; ``()`` for none.
 
         Raises:
             PosthocUQError: a value is out of range, or differs from the present one and cannot be changed here.
@@ -433,6 +452,8 @@ class Posterior:
             "residual_weight": residual_weight,
             "noise_scale": noise_scale,
             "temperature": temperature,
+            "class_shift": class_shift,
+            "class_scale": class_scale,
         }
         new = self.at(
             replace(self.settings, **{key: value for key, value in asked.items() if value is not None})
@@ -443,7 +464,7 @@ class Posterior:
             if self.noise_variance is not None and "noise_scale" in changed:
                 labels["noise_scale"] = "noise variance"
             history = replace(new.history.noted(tuning=dict.fromkeys(labels.values(), "given")), trials=None)
-            if changed & {"temperature", "noise_scale"}:
+            if changed & {"temperature", "noise_scale", *BY_CLASS}:
                 history = replace(history, left_out=None, leave_one_out=None)
             new = new.replaced(history=history)
         new.warn_if_void(self)
@@ -514,6 +535,10 @@ class Posterior:
 
     def _valid(self, name: str, value: Any) -> Any:
         about = HYPERPARAMETERS[name]
+        if about.by_class:
+            numbers: Any = value.tolist() if hasattr(value, "tolist") else value
+            numbers = list(numbers) if isinstance(numbers, tuple) else numbers  # pyright: ignore[reportUnknownArgumentType]
+            return tuple(check_option(name, numbers, about.kind))
         if not about.by_layer or not isinstance(value, Mapping):
             return check_option(name, value, about.kind)
         priors = {
@@ -538,8 +563,8 @@ class Posterior:
     @property
     def keeps_promises(self) -> bool:
         """Whether it has held-out scores that were measured with its settings."""
-        promises, settings = self.history.promises, self.settings.plain()
-        return promises is not None and all(settings[key] == each for key, each in promises.valid_at.items())
+        promises = self.history.promises
+        return promises is not None and same_settings(promises.valid_at, self.settings.plain())
 
     def warn_if_void(self, before: Posterior) -> None:
         """Warn if promises that this posterior has from `before` held there, and no longer do."""

@@ -12,6 +12,7 @@ from posthoc_uq.core.tables import cell_text, text_table
 from posthoc_uq.likelihoods.conformal import ConformalScores, rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import ChangesRecord, History
+from posthoc_uq.posteriors.settings import same_settings
 
 _SECONDS = "seconds, "  # begins the names of timings
 _MAX_NAMES = 8  # that a line lists
@@ -37,7 +38,8 @@ class Report(str):
 
     * ``scale``: how many samples the statistics count as, the number of training samples unless tuned. ``prior
       precision``: of every weight, or per layer, with how it was chosen. ``residual weight``, of ``"inf"`` alone: of
-      the part of the exact diagonal that its low rank leaves. ``temperature``: logits are divided by it.
+      the part of the exact diagonal that its low rank leaves. ``temperature``: logits are divided by it;
+      the ``class shift`` is added after that, a number for each class.
     * ``fisher``: which labels the statistics were taken with, as the option of `fit`.
     * ``layers caught by``: which of two ways gave a layer's gradients. Both give the same.
 
@@ -160,7 +162,7 @@ def described_changes(changes: ChangesRecord) -> str:
 
 def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -> str:
     """What the predictions of a posterior with these settings promise by held-out scores, in words."""
-    if any(settings.get(name, value) != value for name, value in promises.valid_at.items()):
+    if not same_settings(promises.valid_at, settings):
         return f"void: those of {promises.samples:,} held-out samples are of other hyperparameters; calibrate again"
     parts: list[str] = []
     if promises.targets is not None:
@@ -178,8 +180,9 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
         parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
     parts.append(f"p-values of {', '.join(promises.inputs)}")
     approximately = ", approximately: they tuned it too" if promises.share is None else ""
+    at_rates = " at the given class rates" if promises.class_rates is not None else ""
     head = promises.head["head"]
-    return f"{'; '.join(parts)}; by {promises.samples:,} held-out samples{approximately}, head {head!r}"
+    return f"{'; '.join(parts)}; by {promises.samples:,} held-out samples{at_rates}{approximately}, head {head!r}"
 
 
 def described_output(output: OutputChoice) -> str:

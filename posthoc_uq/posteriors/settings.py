@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from math import log
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
-from pydantic import Discriminator, Tag
+from annotated_types import Ge, Le
+from pydantic import Discriminator, Field, Tag
 from torch import Tensor
 
 from posthoc_uq.core.devices import host_double
@@ -107,6 +108,7 @@ class HyperparameterInfo:
         kind: type of the number, in Python and in files.
         lacking: why a posterior may be without it, in words.
         by_layer: whether it may have a number for each layer.
+        by_class: whether it is a number for each class, or label; none where all have the usual one.
         of_weights: whether the covariance of the weights depends on it.
         of_outputs: whether it enters the prediction that is made of the model's outputs.
         reported: whether reports show it: ``"always"``, ``"own"`` where the posterior has it, or ``"never"``.
@@ -116,6 +118,7 @@ class HyperparameterInfo:
     kind: Any
     lacking: str
     by_layer: bool = False
+    by_class: bool = False
     of_weights: bool = True
     of_outputs: bool = False
     reported: Literal["always", "own", "never"] = "own"
@@ -133,6 +136,8 @@ class Hyperparameters:
     residual_weight: float = 1.0
     noise_scale: float = 1.0
     temperature: float = 1.0
+    class_shift: tuple[float, ...] = ()
+    class_scale: tuple[float, ...] = ()
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
@@ -140,18 +145,34 @@ class Hyperparameters:
         return prior[layer] if isinstance(prior, LayerPriors) else prior
 
     def of_weights(self) -> Hyperparameters:
-        """The settings on which the covariance of the weights depends; all others are 1."""
-        return replace(self, **{name: 1.0 for name, about in HYPERPARAMETERS.items() if not about.of_weights})
+        """The settings on which the covariance of the weights depends; all others are the usual ones."""
+        usual = {each.name: each.default for each in fields(self)}
+        return replace(
+            self, **{name: usual[name] for name, about in HYPERPARAMETERS.items() if not about.of_weights}
+        )
 
     def plain(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        """Plain values by name, without numbers by class where there are none."""
+        return {
+            name: dict(value)
+            if isinstance(value, dict)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for name, value in vars(self).items()
+            if value != ()
+        }
 
 
 NumberOrByLayer = Annotated[
     Annotated[Magnitude, Tag("<number>")] | Annotated[dict[Name, Magnitude], Tag("<by layer>")],
     Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
 ]
+
+
+Shift = Annotated[float, Ge(-1e6), Le(1e6)]
+ByClass = Annotated[list[Shift], Field(max_length=2**20)]
+ScaleByClass = Annotated[list[Magnitude], Field(max_length=2**20)]
 
 
 class SettingsRecord(Record):
@@ -162,6 +183,8 @@ class SettingsRecord(Record):
     residual_weight: Unit = 1.0
     noise_scale: Magnitude = 1.0
     temperature: Temperature = 1.0
+    class_shift: ByClass = Field(default_factory=list)
+    class_scale: ScaleByClass = Field(default_factory=list)
 
     @classmethod
     def of(cls, settings: Hyperparameters, names: Collection[str]) -> SettingsRecord:
@@ -179,6 +202,7 @@ class SettingsRecord(Record):
         values = self.model_dump()
         if isinstance(self.prior_precision, dict):
             values["prior_precision"] = LayerPriors(self.prior_precision)
+        values |= {name: tuple(values[name]) for name in BY_CLASS}
         return Hyperparameters(**values)
 
 
@@ -202,8 +226,36 @@ HYPERPARAMETERS = {
         of_outputs=True,
         reported="always",
     ),
+    "class_shift": HyperparameterInfo(
+        "class shift",
+        ByClass,
+        "it is added to the logits of classes or labels, and this likelihood's outputs are none",
+        by_class=True,
+        of_weights=False,
+        of_outputs=True,
+    ),
+    "class_scale": HyperparameterInfo(
+        "class scale",
+        ScaleByClass,
+        "it multiplies the logits of classes or labels, and this likelihood's outputs are none",
+        by_class=True,
+        of_weights=False,
+        of_outputs=True,
+    ),
 }
 """The facts about every hyperparameter, by its name."""
+BY_CLASS = tuple(name for name, about in HYPERPARAMETERS.items() if about.by_class)
+"""The names of those with a number for each class."""
+
+
+def same_settings(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether plain values that were kept are those of others. Numbers by class are left out where there are none, also
+    in what was written before there were any.
+    """
+    kept = {name: value for name, value in some.items() if name not in BY_CLASS}
+    return all(others.get(name) == value for name, value in kept.items()) and all(
+        list(some.get(name, ())) == list(others.get(name, ())) for name in BY_CLASS
+    )
 
 
 def get_width(settings: Hyperparameters, name: str) -> float:

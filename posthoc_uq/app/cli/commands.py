@@ -65,6 +65,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.files.atomic import write
+from posthoc_uq.fitting.class_scaling import Scaling
 from posthoc_uq.fitting.fit import has_option
 from posthoc_uq.fitting.rare_classes import RARE_CLASSES
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
@@ -307,6 +308,7 @@ def tune(
     criterion: Criterion | None = None,
     divergence: Positive | None = None,
     temperature: bool | None = None,
+    scaling: Scaling | None = None,
     per_layer: bool = False,
     noise: bool | None = None,
     parameters: list[str] | None = None,
@@ -341,6 +343,8 @@ def tune(
             likelihood with --data, else evidence.
         divergence: the budget of the faithful prior, in nats, by default 0.002; for likelihood of the first one tried.
         temperature: whether a temperature on the logits is searched; by default with likelihood, for classes.
+        scaling: of logits, by held-out labels: a temperature alone, a shift of each class with it, a scale of each
+            class, too; by default the shift where labels clearly speak for it.
         per_layer: one prior precision a layer (evidence only).
         noise: whether the observation noise is searched; by default on held-out data.
         parameters: search these alone on held-out data: prior_precision, residual_weight, scale, noise; none for the
@@ -401,6 +405,7 @@ def tune(
                 criterion=criterion,
                 divergence=divergence,
                 temperature=temperature,
+                scaling=scaling,
                 per_layer=per_layer,
                 noise=noise,
                 parameters=None if parameters is None else tuple(one for one in parameters if one != "none"),
@@ -478,6 +483,8 @@ def calibrate(
     output: Written | None = None,
     force: bool = False,
     share: Share = 0.5,
+    scaling: Scaling | None = None,
+    class_rates: list[float] | None = None,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     jointly: bool = False,
@@ -495,6 +502,8 @@ def calibrate(
     Args:
         output: write here instead of over FILE.
         share: of DATA that tunes.
+        scaling: of logits, as of tune.
+        class_rates: of the inputs to be predicted, a number for each class, where they are others than those of DATA.
         sets: the score of sets of classes.
         by_class: promise for every class by itself.
         jointly: of several values promise all intervals at once.
@@ -509,6 +518,8 @@ def calibrate(
             loaded.loader,
             head=name,
             share=share,
+            scaling=scaling,
+            class_rates=class_rates,
             sets=sets,
             by_class=by_class,
             jointly=jointly,
