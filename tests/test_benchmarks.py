@@ -463,6 +463,14 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
 
 
 @pytest.mark.study
+def test_class_rates(tmp_path: Path) -> None:
+    _script("class_rates").main(["--smoke", "--output", str(tmp_path)])
+    for name in ("logits", "library"):
+        lines = (tmp_path / f"class_rates_{name}.csv").read_text().splitlines()
+        assert {line.split(",")[4] for line in lines[1:]} == {"temperature", "auto", "bias", "vector"}
+        assert {line.split(",")[0] for line in lines[1:]} == {"balanced", "agree"}
+
+
 def test_few_labels(tmp_path: Path) -> None:
     _script("few_labels").main(["--smoke", "--output", str(tmp_path)])
     for name in ("logits", "library"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posthoc_uq as uq
+from posthoc_uq import PosthocUQError
 
 RARE = 0.04
 """The rate of the last class in held-out and new data; training has all classes equally often."""
@@ -249,6 +250,25 @@ def test_many_classes_and_positions_have_a_shift_of_each_class() -> None:
         of_image: Any = uq.wrap(pixels, own)(image)
         along = torch.tensor([1.0, 0.0, -1.0]).reshape(*[3, 1, 1] if dim == 1 else [3])
         assert torch.allclose(of_image.probs, (pixels(image) / 2 + along).softmax(dim), atol=1e-4)
+
+
+def test_a_shift_of_another_number_of_classes_is_refused() -> None:
+    posterior, x = fitted().with_settings(class_shift=(1.0, 2.0)), data(5, 3)[0]
+    for head in ("linearized", "sampling", "moments"):
+        with pytest.raises(PosthocUQError, match=r"has 2 numbers in its class_shift .* of shape \(5, 3\)"):
+            uq.wrap(posterior.model, posterior, head)(x)
+
+
+def test_positions_have_a_temperature_alone() -> None:
+    torch.manual_seed(0)
+    pixels, image = nn.Conv2d(2, 3, 1), torch.randn(8, 2, 3, 3)
+    labels = torch.randint(0, 3, (8, 3, 3))
+    posterior = uq.fit(pixels, [(image, labels)], prior_precision=10.0, progress=False)
+    assert not uq.tune(posterior, [(image, labels)], progress=False).class_shift
+    with pytest.raises(PosthocUQError, match="for outputs without positions"):
+        uq.tune(posterior, [(image, labels)], scaling="bias", progress=False)
+    with pytest.raises(PosthocUQError, match="leave them out where targets are soft or have positions"):
+        uq.calibrate(posterior, [(image, labels)], class_rates=[0.5, 0.3, 0.2], progress=False)
 
 
 class Last(nn.Module):

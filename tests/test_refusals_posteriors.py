@@ -56,6 +56,11 @@ ROWS = {
     "a prior for more layers": Row(lambda: set_prior(LAYERS | {"9": 1.0}), "every layer once.*'9'"),
     "a prior of a layer": Row(lambda: set_prior(LAYERS | {"0": -1.0}), "of layer '0' must be"),
     "one of two settings": Row(lambda: POSTERIOR.with_settings(temperature=3.0, scale=0.0), "scale must be"),
+    "a shift for all classes": Row(lambda: POSTERIOR.with_settings(class_shift=1.0), "class_shift must be"),
+    "a scale of nothing": Row(lambda: POSTERIOR.with_settings(class_scale=[0.0, 1.0]), "class_scale must be"),
+    "a shift of values": Row(
+        lambda: fitted("kfac", "regression").with_settings(class_shift=[1.0]), "has no class shift: .* outputs are none"
+    ),
     "settings of one's own": Row(lambda: POSTERIOR.at(replace(POSTERIOR.settings, scale=0.0)), "scale must be"),
     **{
         f"{name} of {method}, {likelihood}, {way}": Row(

@@ -11,6 +11,7 @@ from posthoc_uq.core.tables import text_table
 from posthoc_uq.files.records import HistoryRecord
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.report import described_changes, described_output, described_promises
+from posthoc_uq.posteriors.settings import BY_CLASS
 
 _MAX_LISTED = 8  # names that a line lists
 
@@ -56,6 +57,9 @@ def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "residual_weight" in _tunable(contents):
         yield "residual weight", _text(contents["residual_weight"])
     yield "temperature", _text(contents["temperature"])
+    for name in BY_CLASS:
+        if contents.get(name):
+            yield name.replace("_", " "), _text(contents[name])
     if "noise_variance" in likelihood:
         values = [f"{value * contents['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
         yield "noise variance", ", ".join(values[:8]) + (" ..." if len(values) > 8 else "")
