@@ -134,6 +134,31 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def processor_seconds(work: Callable[[], Any]) -> float:
+    """Processor time of this process, which other work on the machine moves little."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def multiple(unit: Callable[[], Any], run: Callable[[], Any], repeats: int) -> float:
+    """The processor time of some work in units of other work, which is done before and after it; the median."""
+
+    def taken(work: Callable[[], Any], least: float = 0.0) -> float:
+        start, calls = time.process_time(), 0
+        while calls == 0 or time.process_time() - start < least:
+            work()
+            calls += 1
+        return (time.process_time() - start) / calls
+
+    unit(), run()  # the first calls pay for allocations and for what is prepared once
+    found: list[float] = []
+    for _ in range(repeats):
+        before, own, after = taken(unit, 0.05), taken(run), taken(unit, 0.05)
+        found.append(2 * own / (before + after))
+    return median(found)
+
+
 def interleaved(
     plain: Callable[[], Any], work: Callable[[], Any], repeats: int, least: float = 0.0
 ) -> dict[str, float]:

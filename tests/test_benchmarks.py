@@ -208,6 +208,29 @@ def test_a_line_has_the_ratios_of_the_rounds() -> None:
     assert (line["least"], line["new / old"], line["largest"]) == (1.0, 1.5, 2.0)
 
 
+def test_a_line_of_the_table_of_costs_leaves_out_what_a_commit_cannot_measure() -> None:
+    what, other = "all layers, LeNet", "another"
+    found = {
+        "old": [{what: 4.0}, {}, {what: 8.0}],
+        "new": [{what: 2.0, other: 1.0}, {what: 3.0}, {what: 2.0}],
+    }
+    line, alone = _script("between_commits").table_lines(found, "lenet")
+    assert (line["what"], line["old"], line["new"], line["goal"], line["rounds"]) == (what, 6.0, 2.0, 15, 3)
+    assert (line["new / old"], line["ratio, least to largest"]) == (0.375, "0.25 to 0.5")
+    assert (alone["old"], alone["new"], alone["new / old"], alone["goal"]) == (None, 1.0, None, None)
+
+
+@pytest.mark.study
+@pytest.mark.skipif(not (BENCHMARKS.parent / ".git").exists(), reason="this is no checkout of the repository")
+def test_the_table_of_costs_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "costs.csv"
+    _script("between_commits").main(["--table", "--smoke", "--csv", str(path)])
+    with path.open() as file:
+        lines = list(csv.DictReader(file))
+    assert "16,384 rows of a table, all layers" in [line["what"] for line in lines]
+    assert all(float(line["new"]) > 0 and float(line["old"]) > 0 for line in lines)
+
+
 @pytest.mark.study
 def test_operations_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
