@@ -500,3 +500,10 @@ def test_few_labels(tmp_path: Path) -> None:
         lines = (tmp_path / f"few_labels_{name}.csv").read_text().splitlines()
         rules = {line.split(",")[3].strip('"') for line in lines[1:]}
         assert {"temperature scaling"} < rules and len(lines) > 6
+
+
+@pytest.mark.study
+def test_underconfident(tmp_path: Path) -> None:
+    _script("underconfident").main(["--smoke", "--output", str(tmp_path)])
+    header, *lines = (tmp_path / "underconfident_unsure.csv").read_text().splitlines()
+    assert header.startswith("network,group,rule,accuracy") and len(lines) == 4

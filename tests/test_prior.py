@@ -111,6 +111,35 @@ def test_a_second_search_compares_with_the_network_and_not_with_the_first() -> N
     assert posterior.history.faithful.network_temperature == 2.0
 
 
+def test_a_network_that_is_less_sure_than_right_keeps_its_mean_entropy() -> None:
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    y, unsure, binary = (x[:, 0] > 0).long(), nn.Linear(2, 2), nn.Linear(2, 1)  # always right
+    with torch.no_grad():
+        unsure.weight.copy_(torch.tensor([[-0.5, 0.0], [0.5, 0.0]]))
+        binary.weight.copy_(torch.tensor([[1.0, 0.0]]))
+        unsure.bias.zero_(), binary.bias.zero_()
+        gap = float(1 - unsure(x).softmax(1).amax(1).mean())
+        own = float(torch.distributions.Categorical(logits=unsure(x)).entropy().mean())
+    found = fit(unsure, x, y)
+    assert found.temperature < 0.99 and found.history.faithful.network_temperature == 1
+    assert float(uq.wrap(unsure, found)(x).entropy().mean()) == pytest.approx(own, abs=2e-3)
+    assert f"its confidence is {gap:.2f} below its accuracy" in str(found.report())
+    of_one_logit = fit(binary, x, y, likelihood="binary")
+    assert of_one_logit.temperature < 0.99 and f"{gap:.2f} below" in str(of_one_logit.report())
+    in_batches = uq.fit(unsure, [(x[:70], y[:70]), (x[70:], y[70:])], progress=False)
+    assert in_batches.temperature == pytest.approx(found.temperature, rel=1e-3)
+    assert tuned(found, x).temperature == 1  # whoever asks for another search says what it keeps
+    # where nothing speaks for it: labels at which the network is as sure as it is right, weights, soft labels, none
+    wrong = torch.rand(200, generator=torch.Generator().manual_seed(1)) < gap
+    for other, options in (
+        ((x, torch.where(wrong, 1 - y, y)), {}),
+        ((x, y, torch.ones(200)), {"batch_to_weights": lambda batch: batch[2]}),
+        ((x, nn.functional.one_hot(y, 2).float()), {}),
+        (x, {}),
+    ):
+        assert uq.fit(unsure, [other], progress=False, **options).temperature == 1
+
+
 def test_divergences_of_the_likelihoods() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)

@@ -25,7 +25,7 @@ from posthoc_uq.core.batches import (
     holds_samples,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, on_host
-from posthoc_uq.core.distributed import check_items, own_samples
+from posthoc_uq.core.distributed import check_items, gather, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import load_tensors
 from posthoc_uq.core.options import Natural, NotNegative, made_of
@@ -115,6 +115,41 @@ class DataHash:
 
     def _add(self, total: Tensor) -> None:
         self.total = (self.total + int(total)) % WORD
+
+
+class ConfidenceGap:
+    """Accuracy on the data of a sweep less the mean probability of the predicted class. An `Observer`.
+
+    Args:
+        likelihood: says what is predicted, and how surely.
+    """
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood = likelihood
+        self._known, self._total, self._samples = True, 0.0, 0
+
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
+        """See `Observer`."""
+        outputs, targets = recording.outputs.detach(), batch.targets
+        top = self._likelihood.top_probability(outputs) if self._known else None
+        # without one class a sample, or with weights, nothing is known
+        if top is None or targets is None or targets.numel() != len(top) or batch.weights is not None:
+            self._known = False
+            return
+        right = self._likelihood.predicted_class(outputs) == targets.reshape(-1)
+        checks.add((right.to(top) - top).sum(), self._add)
+        self._samples += len(top)
+
+    def _add(self, excess: Tensor) -> None:
+        self._total += float(excess)
+
+    def of_all(self) -> float | None:
+        """The gap over the data of all processes; None where targets are no classes, are soft, or have weights."""
+        known, totals, samples = zip(
+            *gather((self._known, self._total, self._samples), "comparing confidence and accuracy"),
+            strict=True,
+        )
+        return sum(totals) / sum(samples) if all(known) and sum(samples) else None
 
 
 def _described(leaf: Any) -> Any:

@@ -36,6 +36,10 @@ Prior = float | Literal["faithful", "evidence"]
 DIVERGENCE = 0.002
 """The default budget of the faithful prior, in nats."""
 
+UNSURE = 0.04
+"""How far below its accuracy on training data a network's mean confidence is for its mean entropy to be kept: the
+doubts of a posterior would make it less sure still."""
+
 _LARGE_NETWORK = 2_000_000  # weights, from which fewer models are drawn to look at
 
 
@@ -206,6 +210,7 @@ def with_prior(
     divergence: float | None,
     task: Task,
     kept_inputs: KeptInputs | None,
+    gap: float | None,
     *,
     tuned_after: bool,
 ) -> Posterior:
@@ -217,6 +222,7 @@ def with_prior(
         divergence: the budget of the faithful prior in nats; None where none is to be found.
         task: of the fit.
         kept_inputs: training inputs, where a faithful prior is to be found.
+        gap: accuracy on the training data less the network's mean confidence there, if that is to count.
         tuned_after: whether held-out data follow, so that predictions at the prior of the evidence are not looked at.
     """
     seed, progress = task.plan.seed, task.plan.progress
@@ -226,10 +232,18 @@ def with_prior(
         posterior = posterior.noted(head={"criterion": "faithful"})
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         began = time.perf_counter()
-        set_width = set_faithful
         if knows_noise(posterior):
-            from posthoc_uq.fitting.regression_prior import set_by_known_noise as set_width
-        posterior = set_width(inputs, predictor, divergence, seed=seed, progress=progress)
+            from posthoc_uq.fitting.regression_prior import set_by_known_noise
+
+            posterior = set_by_known_noise(inputs, predictor, divergence, seed=seed, progress=progress)
+        else:
+            unsure = gap is not None and gap > UNSURE and posterior.temperature == 1
+            posterior = set_faithful(
+                inputs, predictor, divergence, seed=seed, matched=unsure, progress=progress
+            )
+            if unsure and posterior.temperature != 1:
+                how = f"the network's mean entropy is kept, since its confidence is {gap:.2f} below its accuracy"
+                posterior = posterior.noted(tuning={"temperature": how})
         return posterior.noted(fit={"seconds, faithful prior": time.perf_counter() - began})
     if not posterior.has_free_prior_precision:
         return posterior.noted(head={"criterion": "given"})

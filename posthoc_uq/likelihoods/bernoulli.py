@@ -117,6 +117,9 @@ class Bernoulli(_Labels):
     def predicted_class(self, outputs: Tensor) -> Tensor:
         return (outputs.reshape(outputs.shape[0]) > 0).long()
 
+    def top_probability(self, outputs: Tensor) -> Tensor:
+        return at_least_float32(outputs).reshape(-1).abs().sigmoid()
+
     def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
         return classes_of_draws(blocks, binary=True)
 

@@ -344,6 +344,9 @@ class Categorical(Likelihood):
         """The class of every sample; of outputs with positions, of every position, ``(samples * positions,)``."""
         return self.layout.rows(outputs).argmax(1)
 
+    def top_probability(self, outputs: Tensor) -> Tensor | None:
+        return at_least_float32(outputs).softmax(1).amax(1) if outputs.ndim == 2 else None
+
     def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction | PositionPrediction:
         remaining = iter(blocks)
         first = next(remaining, None)

@@ -445,6 +445,10 @@ class Likelihood:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
 
+    def top_probability(self, outputs: Tensor) -> Tensor | None:
+        """The probability of `predicted_class`, ``(samples,)``; None where a sample has not one class."""
+        return None
+
     def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Targets as the columns of a least-squares regression, ``(samples, columns)``: one-hot classes, one column of
         two classes, or values. None where the likelihood has no such form, or outputs have positions.
