@@ -113,28 +113,44 @@ def by_definition(
 
 
 @cache
-def certain(kind: str) -> uq.Posterior:
+def certain(kind: str, classes: int) -> uq.Posterior:
     """A network whose logits are its inputs, and whose weights are certain."""
-    model = nn.Linear(3, 3, bias=False)
+    model = nn.Linear(classes, classes, bias=False)
     nn.init.eye_(model.weight)
-    y = torch.eye(3).long() if kind == "multilabel" else torch.arange(3)
-    return uq.fit(model, [(torch.eye(3), y)], "diag", prior_precision=1e8, likelihood=kind, progress=False)
+    y = torch.eye(classes).long() if kind == "multilabel" else torch.arange(classes)
+    return uq.fit(
+        model, [(torch.eye(classes), y)], "diag", prior_precision=1e8, likelihood=kind, progress=False
+    )
 
 
 def chosen(kind: str, logits: Tensor, labels: Tensor, scaling: Any) -> uq.Posterior:
     data = [(logits.float(), labels)]
     return uq.tune(
-        certain(kind), data, scaling=scaling, parameters=(), head="sampling", n_samples=1, progress=False
+        certain(kind, logits.shape[1]),
+        data,
+        scaling=scaling,
+        parameters=(),
+        head="sampling",
+        n_samples=1,
+        progress=False,
     )
 
 
-@pytest.mark.parametrize("scaling", ["bias", "vector"])
-@pytest.mark.parametrize("kind", ["classification", "multilabel"])
-def test_shifts_are_the_most_probable_ones(kind: str, scaling: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scaling", "rows", "classes"),
+    [
+        ("classification", "bias", 120, 3),
+        ("classification", "vector", 120, 3),
+        ("classification", "bias", 9, 12),  # fewer rows than classes
+        ("multilabel", "bias", 120, 3),
+        ("multilabel", "vector", 120, 3),
+    ],
+)
+def test_shifts_are_the_most_probable_ones(kind: str, scaling: str, rows: int, classes: int) -> None:
     """Averages over the spreads of their priors by the evidence of each; and the temperature at them."""
     generator, softmax = torch.Generator().manual_seed(0), kind == "classification"
-    logits = 2 * torch.randn(120, 3, generator=generator).double()
-    shifted = logits / 1.4 + torch.tensor([0.0, 1.0, -1.5])
+    logits = 2 * torch.randn(rows, classes, generator=generator).double()
+    shifted = logits / 1.4 + torch.tensor([0.0, 1.0, -1.5]).repeat(classes // 3)
     if softmax:
         labels = torch.multinomial(shifted.softmax(1), 1, generator=generator)[:, 0]
     else:
@@ -145,8 +161,10 @@ def test_shifts_are_the_most_probable_ones(kind: str, scaling: str) -> None:
     made = [by_definition(logits, labels, softmax, shift, scale) for shift, scale in cases]
     weights = np.exp([evidence - max(each for _, each in made) for _, evidence in made])
     mean = sum(w * x for w, (x, _) in zip(weights / weights.sum(), made, strict=True))
-    assert found.class_shift == pytest.approx(mean[1:4], abs=5e-3)
-    assert found.class_scale == (pytest.approx(np.exp(mean[4:]), rel=5e-3) if scaling == "vector" else ())
+    assert found.class_shift == pytest.approx(mean[1 : 1 + classes], abs=5e-3)
+    assert found.class_scale == (
+        pytest.approx(np.exp(mean[1 + classes :]), rel=5e-3) if scaling == "vector" else ()
+    )
     scaled = logits * (torch.tensor(found.class_scale) if found.class_scale else 1)
     at = np.linspace(-1, 1, 4001)
     shift = torch.tensor(found.class_shift)

@@ -87,6 +87,12 @@ class ClassTable(NamedTuple):
             return np.diag((left * right * probs * (1 - probs)).sum(0))
         return np.diag((left * probs * right).sum(0)) - (left * probs).T @ (right * probs)
 
+    def shift_information(self, probs: Numbers) -> tuple[Numbers, Numbers]:
+        """The information on shifts as ``diag(first) - second^T second``, which many classes leave as it is."""
+        if not self.softmax:
+            return (probs * (1 - probs)).sum(0), np.zeros((0, probs.shape[1]))
+        return probs.sum(0), probs
+
     def p_value(self) -> float:
         """How probable labels are that are, in their sums by class, as far from the mean probabilities: by a chi-square
         statistic, with half a label added to each class's variance, since few labels are not normal.
@@ -94,10 +100,10 @@ class ClassTable(NamedTuple):
         from scipy.special import gammaincc
 
         probs = self.probabilities(self.logits)
-        ones = np.ones_like(probs)
         off = (self.labels - probs).sum(0)
-        variance = self.information(probs, ones, ones) + 0.5 * np.eye(len(off))
-        return float(gammaincc((len(off) - self.softmax) / 2, off @ np.linalg.solve(variance, off) / 2))
+        shares, rows = self.shift_information(probs)
+        _, solved = _less_gram(shares + 0.5, rows, off)
+        return float(gammaincc((len(off) - self.softmax) / 2, off @ solved / 2))
 
     def disagreement(self) -> str | None:
         """Which class, or label, has the frequency that is clearest another than its mean probability, in words with
@@ -216,6 +222,19 @@ def class_scaled(
     )
 
 
+def _less_gram(diagonal: Numbers, rows: Numbers, right: Numbers) -> tuple[float, Numbers]:
+    """The log-determinant of ``M = diag(diagonal) - rows^T rows``, which is positive definite, and ``M^-1 right``: by
+    the Woodbury identity where there are fewer rows than columns, so that many classes need no square of their number.
+    """
+    if len(rows) >= len(diagonal):
+        whole = np.diag(diagonal) - rows.T @ rows
+        return float(np.linalg.slogdet(whole)[1]), np.linalg.solve(whole, right)
+    over = rows / diagonal
+    inner = np.eye(len(rows)) - over @ rows.T
+    log_det = float(np.log(diagonal).sum() + np.linalg.slogdet(inner)[1])
+    return log_det, right / diagonal + over.T @ np.linalg.solve(inner, over @ right)
+
+
 def _logsumexp(values: Numbers) -> float:
     return float(np.logaddexp.reduce(values))
 
@@ -255,9 +274,13 @@ def _most_probable(table: ClassTable, shifts: float | None, scales: float | None
     )
     log_temperature, shift, log_scale = parts(found.x)
     evidence = -float(found.fun)
-    if free:
-        scaled = logits * np.exp(log_scale - log_temperature)
-        probs, ones = table.probabilities(scaled + shift), np.ones_like(scaled)
+    scaled = logits * np.exp(log_scale - log_temperature)
+    probs = table.probabilities(scaled + shift)
+    if shifts is not None and scales is None:
+        shares, rows = table.shift_information(probs)
+        evidence -= 0.5 * _less_gram(1 + shifts**2 * shares, shifts * rows, shift)[0]
+    elif free:
+        ones = np.ones_like(scaled)
         sides = [(s, side) for s, side in ((shifts, ones), (scales, scaled)) if s is not None]
         spread = np.concatenate([np.full(classes, s) for s, _ in sides])
         precision = np.block([[table.information(probs, a, b) for _, b in sides] for _, a in sides])
