@@ -4,12 +4,14 @@ independent computations.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
 import sys
 import zlib
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from recipe_helpers import recipe_modules, smoke
 from scipy.integrate import quad
 from scipy.stats import norm
-from torch import nn
+from torch import Tensor, nn
 
+import posthoc_uq as uq
 from recipes.uci.data import load
 
 
@@ -37,7 +40,7 @@ def toy() -> Namespace:
 
 @pytest.fixture(scope="module")
 def active() -> Namespace:
-    return recipe_modules("active_learning", ["compare"])
+    return recipe_modules("active_learning", ["compare", "batchbald", "expected_improvement"])
 
 
 # UCI: data
@@ -530,3 +533,62 @@ def test_active_learning(tmp_path: Path) -> None:
     assert (values[:, :, 0] - values[0, :, 0]).abs().max() < 1e-9
     assert not torch.equal(values[0, :, 1:], values[1, :, 1:])
     assert (tmp_path / "active_learning.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def _greedily(probs: Tensor, size: int) -> list[int]:
+    """BatchBALD by enumeration of all labels of every batch."""
+    draws, candidates, classes = probs.shape
+
+    def information(batch: Sequence[int]) -> float:
+        joint = 0.0
+        for labels in itertools.product(range(classes), repeat=len(batch)):
+            p = sum(
+                math.prod(float(probs[s, n, c]) for n, c in zip(batch, labels, strict=True))
+                for s in range(draws)
+            )
+            joint -= p / draws * math.log(p / draws)
+        return joint + sum(float((probs[:, n] * probs[:, n].log()).sum() / draws) for n in batch)
+
+    chosen = list[int]()
+    for _ in range(size):
+        free = [n for n in range(candidates) if n not in chosen]
+        chosen.append(max(free, key=lambda n: information([*chosen, n])))
+    return chosen
+
+
+def test_batchbald_against_enumeration(active: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    several = [
+        (3 * torch.randn(5, 6, 3, generator=generator, dtype=torch.float64)).softmax(2) for _ in range(4)
+    ]
+    for probs in several:
+        assert active.batchbald.batchbald(probs, 4) == _greedily(probs, 4)
+    # a copy of the best candidate tells nothing more, which BALD does not see
+    probs = several[0]
+    best = active.batchbald.bald(probs, 1)
+    twice = torch.cat([probs, probs[:, best]], 1)
+    assert set(active.batchbald.bald(twice, 2)) == {*best, 6}
+    assert set(active.batchbald.batchbald(twice, 2)) != {*best, 6}
+    # a sample of the combinations stands for all
+    monkeypatch.setattr(active.batchbald, "MOST", 60)
+    found = active.batchbald.batchbald(several[1], 4, torch.Generator().manual_seed(0))
+    assert found[:3] == _greedily(several[1], 3)
+
+
+def test_expected_improvement_against_quadrature(active: Namespace) -> None:
+    mean, variance = torch.tensor([[0.3], [-1.0], [2.0]]), torch.tensor([[0.5], [0.1], [1e-3]])
+    prediction = uq.RegressionPrediction(mean, variance, 0.2)
+    found = active.expected_improvement.expected_improvement(prediction, best=0.1)
+    f = np.linspace(-8, 8, 400_001)
+    for row, value in enumerate(found.tolist()):
+        density = norm.pdf(f, float(mean[row]), float(variance[row]) ** 0.5)
+        assert value == pytest.approx(np.trapezoid(np.maximum(0, 0.1 - f) * density, f), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.study
+@pytest.mark.parametrize("script", ["batchbald", "expected_improvement"])
+def test_acquisitions(script: str, tmp_path: Path) -> None:
+    smoke(f"active_learning.{script}", "--output", tmp_path)
+    found = json.loads((tmp_path / f"{script}.json").read_text())
+    assert set(found) in ({"random", "BALD", "BatchBALD"}, {"Forrester", "Branin"})
+    assert (tmp_path / f"{script}.png").read_bytes()[:4] == b"\x89PNG"
