@@ -40,7 +40,7 @@ _AGREE = 0.8, 1.25  # ... unless the mean probability is so near to the frequenc
 _SMALLEST = -1e4  # logit of a class that is masked out
 _BOUND = 12.0
 _DECADES = -1.0, 1.5
-_MAX_NUMBERS = 2**22  # logits that are looked at; of more, rows at even distances
+_MAX_NUMBERS = 2**20  # logits that are looked at; of more, rows at even distances
 
 
 class ClassTable(NamedTuple):
@@ -73,13 +73,15 @@ class ClassTable(NamedTuple):
 
         return softmax(logits, 1) if self.softmax else expit(logits)
 
-    def losses(self, logits: Numbers) -> float:
-        """Minus the log-probability of all labels."""
+    def loss_and_probabilities(self, logits: Numbers) -> tuple[float, Numbers]:
+        """Minus the log-probability of all labels, and the probabilities of logits of this kind."""
         from scipy.special import log_expit, log_softmax
 
         if self.softmax:
-            return -float((self.labels * log_softmax(logits, 1)).sum())
-        return -float((self.labels * log_expit(logits) + (1 - self.labels) * log_expit(-logits)).sum())
+            logs = log_softmax(logits, 1)
+            return -float(np.vdot(self.labels, logs)), np.exp(logs)
+        logs = log_expit(logits)
+        return -float(logs.sum() - np.vdot(1 - self.labels, logits)), np.exp(logs)
 
     def information(self, probs: Numbers, left: Numbers, right: Numbers) -> Numbers:
         """``sum_rows diag(left) (diag(p) - p p^T) diag(right)``, ``(classes, classes)``; of labels diagonal."""
@@ -175,12 +177,15 @@ def _one_hot(targets: Tensor, classes: int) -> Tensor:
 
 
 class _Found(NamedTuple):
-    """What is most probable under one prior: logarithms of temperature and scales, shifts, and the log evidence."""
+    """What is most probable under one prior: logarithms of temperature and scales, shifts, the log evidence; and `x`,
+    all that are free as one vector.
+    """
 
     log_temperature: float
     shift: Numbers
     log_scale: Numbers
     evidence: float
+    x: Numbers
 
 
 def class_scaled(
@@ -203,7 +208,11 @@ def class_scaled(
         return settings
     plain = table.before(settings)
     scales = SCALE_SPREADS if scaling == "vector" else (None,)
-    found = [_most_probable(plain, s, t, penalty) for s, t in product(SHIFT_SPREADS, scales)]
+    found = list[_Found]()
+    for shift_spread, scale_spread in product(SHIFT_SPREADS, scales):
+        found.append(
+            _most_probable(plain, shift_spread, scale_spread, penalty, found[-1].x if found else None)
+        )
     evidence = np.array([each.evidence for each in found])
     if scaling == "auto":
         without = _most_probable(plain, None, None, penalty).evidence
@@ -239,11 +248,19 @@ def _logsumexp(values: Numbers) -> float:
     return float(np.logaddexp.reduce(values))
 
 
-def _most_probable(table: ClassTable, shifts: float | None, scales: float | None, penalty: Penalty) -> _Found:
-    """The most probable temperature, shifts and scales, whose priors have these spreads; None for none of them."""
+def _most_probable(
+    table: ClassTable,
+    shifts: float | None,
+    scales: float | None,
+    penalty: Penalty,
+    start: Numbers | None = None,
+) -> _Found:
+    """The most probable temperature, shifts and scales, whose priors have these spreads; None for none of them. The
+    search begins at `start`.
+    """
     from scipy.optimize import minimize
 
-    logits, labels, classes = table.logits, table.labels, table.logits.shape[1]
+    logits, classes = table.logits, table.logits.shape[1]
     none = np.zeros(classes)
 
     def parts(x: Numbers) -> tuple[float, Numbers, Numbers]:
@@ -253,13 +270,11 @@ def _most_probable(table: ClassTable, shifts: float | None, scales: float | None
     def objective(x: Numbers) -> tuple[float, Numbers]:
         log_temperature, shift, log_scale = parts(x)
         scaled = logits * np.exp(log_scale - log_temperature)
-        off = table.probabilities(scaled + shift) - labels
+        loss, probs = table.loss_and_probabilities(scaled + shift)
+        off = probs - table.labels
         by_scale = (off * scaled).sum(0)
         near = [penalty(float(np.exp(log_temperature + step))) for step in (-1e-5, 0.0, 1e-5)]
-        value, slopes = (
-            table.losses(scaled + shift) + near[1],
-            [[(near[2] - near[0]) / 2e-5 - by_scale.sum()]],
-        )
+        value, slopes = loss + near[1], [[(near[2] - near[0]) / 2e-5 - by_scale.sum()]]
         for spread, numbers, slope in ((shifts, shift, off.sum(0)), (scales, log_scale, by_scale)):
             if spread is not None:
                 value += float(numbers @ numbers) / (2 * spread**2)
@@ -269,8 +284,9 @@ def _most_probable(table: ClassTable, shifts: float | None, scales: float | None
     free = classes * ((shifts is not None) + (scales is not None))
     low, high = (decade * np.log(10.0) for decade in _DECADES)
     bounds = [(low, high)] + [(-_BOUND, _BOUND)] * free
+    begin = np.zeros(1 + free) if start is None else start
     found: Any = minimize(
-        objective, np.zeros(1 + free), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 500}
+        objective, begin, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 500}
     )
     log_temperature, shift, log_scale = parts(found.x)
     evidence = -float(found.fun)
@@ -285,4 +301,4 @@ def _most_probable(table: ClassTable, shifts: float | None, scales: float | None
         spread = np.concatenate([np.full(classes, s) for s, _ in sides])
         precision = np.block([[table.information(probs, a, b) for _, b in sides] for _, a in sides])
         evidence -= 0.5 * np.linalg.slogdet(np.eye(free) + spread[:, None] * precision * spread)[1]
-    return _Found(log_temperature, shift, log_scale, evidence)
+    return _Found(log_temperature, shift, log_scale, evidence, found.x)
