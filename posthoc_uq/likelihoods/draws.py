@@ -23,6 +23,11 @@ LINK_DRAWS = 256  # default number of draws of the outputs
 DIRECTIONS = 5  # common directions, for more than `EXACT` classes
 EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
+_PIVOTS = 10  # columns that they are chosen from
+_ROUNDS = 3  # of that choice
+_NEARLY_CERTAIN = 2.0  # a variance of the logits below which `DIRECTIONS` columns are enough
+_TOGETHER = 0.01  # share of all variance that a column explains of other classes than its pivot, at least
+_LOW = 30.0  # a variance of the logits below which that share is less: then few points are enough for all directions
 _RANK = 1e-12  # share by which the diagonal of a matrix that may be singular is raised, in float64
 _INDEFINITE = (1e-6, 1e-3)  # the same where rounding made a covariance indefinite, one after the other
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
@@ -333,10 +338,14 @@ def of_product(mean: Tensor, variance: Tensor, covariance: OutputCovariance) -> 
     ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
     it is exact, for few classes.
 
-    The directions are ``S Y L^(-T)`` with ``Y^T S Y = L L^T`` (Nystroem), so that ``S - L L^T`` is a covariance again,
-    with ``Y`` by subspace iteration from the most undecided classes. Classes are weighted by how much a change of their
-    logit moves the probabilities, ``p (1 - p)``, plus an equal share: the covariance is most accurate for the classes
-    between which the prediction is undecided.
+    The directions are the first columns of a pivoted Cholesky factor (Harbrecht, Peters, Schneider 2012), or, where
+    logits are uncertain, the leading directions of `_PIVOTS` of them, so that ``S - L L^T`` is a covariance again. Each
+    column is how all logits move with that of one class, the pivot: the one of which most is left. Classes are weighted
+    by how much a change of their logit moves the probabilities, ``p (1 - p)``, plus an equal share: the covariance is
+    most accurate for the classes between which the prediction is undecided.
+
+    A column along which hardly a class but its pivot moves is left out: over what a class has by itself probabilities
+    are integrated, and over directions they are summed at few points.
 
     Args:
         mean: ``(batch, classes)``.
@@ -348,55 +357,66 @@ def of_product(mean: Tensor, variance: Tensor, covariance: OutputCovariance) -> 
         units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(mean.shape[0], -1, -1)
         return of_covariance(mean, covariance.times(units))
     sums = as_double(covariance.with_sum(mean)) / classes
-    diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
+    wide = as_double(variance)
+    left = diagonal = (wide - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
     weights, not_finite = _zero_non_finite_rows(_weights(as_double(mean), diagonal))
-    broken = not_finite.unsqueeze(2)
-
-    def weighted(image: Tensor) -> Tensor:
-        """Images ``(batch, vectors, classes)``, centred and weighted."""
-        image = as_double(image)
-        return ((image - image.mean(2, keepdim=True)) * weights.unsqueeze(1)).masked_fill(broken, 0.0)
-
-    def multiplied(vectors: Tensor) -> Tensor:
-        vectors = vectors * weights.unsqueeze(1)
-        return weighted(covariance.times((vectors - vectors.mean(2, keepdim=True)).to(mean)))
-
-    top = weights.topk(min(DIRECTIONS, classes))
-    basis = weighted(covariance.with_centred(top.indices, mean)) * top.values.unsqueeze(2)
-    squares = basis @ basis.transpose(1, 2)
-    inverse, failed = _inverse_root(squares, _RANK * squares.diagonal(dim1=1, dim2=2).amax(1))
-    basis = (inverse @ basis).masked_fill(failed, 0.0)
-    image = multiplied(basis)
-    inner = basis @ image.transpose(1, 2)
-    # rounding of the product, also of what all logits share and centring removed, may have made it indefinite
+    # what rounding of the products leaves, also of what all logits share and centring removed, is no variance
     rounding = max(_RANK, 10 * torch.finfo(mean.dtype).eps)
-    trace = (weights.square() * as_double(variance).masked_fill(not_finite, 0.0)).sum(1)
-    inverse, failed = _inverse_root((inner + inner.transpose(1, 2)) / 2, rounding * trace)
-    root = inverse @ image / weights.clamp(min=torch.finfo(weights.dtype).tiny).unsqueeze(1)
-    root = root.masked_fill(failed, 0.0)  # then all of it is taken as independent
+    total = (weights * diagonal).sum(1, keepdim=True)
+    level = total / weights.sum(1, keepdim=True)
+    certain = level < _NEARLY_CERTAIN
+    columns, shares = list[Tensor](), list[Tensor]()
+    for number in range(min(_PIVOTS, classes)):
+        # a look takes less than further columns, but makes a device wait, and a tracer has nothing to look at
+        host = level.device.type == "cpu" and not torch.compiler.is_compiling()
+        if number == DIRECTIONS and host and bool(certain.all()):
+            break
+        pivot = (weights * left).argmax(1, keepdim=True)
+        column = as_double(covariance.with_centred(pivot, mean)[:, 0])
+        column = column - column.mean(1, keepdim=True)
+        for earlier in columns:
+            column = torch.addcmul(column, earlier, earlier.gather(1, pivot), value=-1)
+        own, least = column.gather(1, pivot), (rounding * wide.gather(1, pivot)).clamp(min=_TINY)
+        column = column * (torch.maximum(own, least).rsqrt() * (own > least))
+        squares = column.square()
+        left = (left - squares).clamp(min=0)
+        columns.append(column)
+        shares.append((weights * squares).scatter(1, pivot, 0.0).sum(1, keepdim=True))
+    shared = torch.cat(shares, 1) > _TOGETHER * level / (level + _LOW) * total
+    root = torch.stack(columns, 2) * shared.unsqueeze(1)
+    if len(columns) > DIRECTIONS:
+        # by subspace iteration, for which programs have all functions
+        gram = (root.transpose(1, 2) @ (root * weights.unsqueeze(2))).detach()
+        gram = gram.masked_fill(not_finite.unsqueeze(2), 0.0)
+        leading = gram[:, :, :DIRECTIONS]
+        for power in range(_ROUNDS):
+            leading = _orthonormal(gram @ leading if power else leading)
+        few = root[:, :, :DIRECTIONS]
+        root = torch.where(certain.unsqueeze(2), few, root @ leading)
+    left = (diagonal - root.square().sum(2)).clamp(min=0)
     # centring removed 1 / C of the independent part
-    rest = (diagonal - root.square().sum(1)).clamp(min=0) * (classes / (classes - 1))
-    return _spread(root.transpose(1, 2), rest, not_finite, mean)
+    return _spread(root, left * (classes / (classes - 1)), not_finite, mean)
 
 
-def _inverse_root(matrices: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:
-    """``L^-1`` of ``A = L L^T``, for positive semidefinite matrices ``(batch, n, n)`` whose diagonal is raised by so
-    much, ``(batch,)``; and where there is none, ``(batch, 1, 1)``.
-    """
-    unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    raised = raised.clamp(min=torch.finfo(matrices.dtype).tiny).reshape(-1, 1, 1)
-    root, failed = torch.linalg.cholesky_ex(matrices + raised * unit)
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Columns ``(batch, n, k)`` as orthonormal ones; shorter where rounding hides them behind those before them."""
+    squares = columns.transpose(1, 2) @ columns
+    unit = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    largest = squares.diagonal(dim1=1, dim2=2).amax(1).reshape(-1, 1, 1)
+    raised = (_RANK * largest).clamp(min=torch.finfo(squares.dtype).tiny)
+    root, failed = torch.linalg.cholesky_ex(squares + raised * unit)
     failed = failed.bool().reshape(-1, 1, 1)
     root = torch.where(failed, unit, root)
-    return torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False), failed
+    inverse = torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False)
+    return (columns @ inverse.transpose(1, 2)).masked_fill(failed, 0.0)
 
 
 def _weights(mean: Tensor, variance: Tensor) -> Tensor:
-    """Square roots of the weights of classes, ``(batch, classes)``."""
+    """Weights of classes, ``(batch, classes)``."""
     probs = (mean / (1 + pi * variance / 8).sqrt()).softmax(1)
     undecided = probs * (1 - probs)
     total = undecided.sum(1, keepdim=True).clamp(min=torch.finfo(mean.dtype).tiny)
-    return (undecided / total + _FLOOR / mean.shape[1]).sqrt()
+    return undecided / total + _FLOOR / mean.shape[1]
 
 
 def _zero_non_finite_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:

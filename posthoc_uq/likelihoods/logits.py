@@ -14,8 +14,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.likelihoods.draws import LogitCovariance, normals, normals_like
 
-_MAX_NUMBERS = 2**17  # logits at points of one input
-_AT_ONCE = 2**16  # the same of several inputs that are computed at once, so that they stay in the cache
+_MAX_NUMBERS = 2**16  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 _BEST = 16  # numbers of a point whose moments are right all the same: the first ones, the most evenly spread
 _LEAST = 32  # points of very many classes
@@ -214,7 +213,7 @@ class GaussianLogits(NamedTuple):
         number = likely.shape[1]
         drawn = self.n_draws if number <= _FINE else self._number(number)
         points = self._points(spread.root.shape[2] + number, drawn)
-        step = max(1, _AT_ONCE // (len(points[0]) * number + 8 * mean.shape[1]))
+        step = max(1, _MAX_NUMBERS // (len(points[0]) * number + 8 * mean.shape[1]))
         rows = zip(mean.split(step), spread.split(step), likely.split(step), strict=True)
         found = [_with_tail(*part, *points) for part in rows]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -271,7 +270,7 @@ class GaussianLogits(NamedTuple):
         mean, spread = self._flat()
         rows = [(mean, spread)]
         if not torch.compiler.is_compiling():  # under a tracer the number of rows is a symbol
-            step = max(1, _AT_ONCE // (len(points[0]) * mean.shape[1]))
+            step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
             if step < len(mean):
                 rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with without_autocast(mean.device.type):
