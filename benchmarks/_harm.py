@@ -19,6 +19,7 @@ from recipes.common import markdown
 OURS, LEFT_OUT = "fit and wrap", "leave-one-out"
 VARIANTS: dict[str, dict[str, Any]] = {
     OURS: {},
+    "all layers": {"layers": "all"},
     "last layer": {"layers": "last"},
     "EFB": {"method": "efb"},
     "KFAC": {"method": "kfac"},
@@ -49,7 +50,7 @@ def wanted(pair: Pair, seed: int) -> list[str]:
     found.append("laplace, last layer")
     if table or pair.name in LARGE:
         names = ["EFB", "KFAC", "diagonal"]
-        found += names if pair.options else ["last layer", *names]
+        found += names if pair.options else ["last layer" if table else "all layers", *names]
     if table:
         weights = sum(parameter.numel() for parameter in trained(pair, seed).parameters())
         found += ["full"] if weights <= FULL_LIMIT and not pair.options else []

@@ -57,7 +57,7 @@ def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         began = time.process_time()
-        posterior = uq.fit(model, loader(split.train), progress=False, **options)
+        posterior = uq.fit(model, loader(split.train), "inf", progress=False, **options)
         seconds = time.process_time() - began
     x, y = split.test.inputs[:TESTED], split.test.targets[:TESTED]
     predictor = uq.wrap(model, posterior)

@@ -292,7 +292,7 @@ def first_try(kind: Kind) -> dict[str, str]:
         batch = kind.inputs
     began = time.perf_counter()
     try:
-        posterior = uq.fit(model, [batch], progress=False)
+        posterior = uq.fit(model, [batch], layers="all", progress=False)
         passes = (time.perf_counter() - began) / _seconds_of_a_pass(model, batch)
         prediction: Any = uq.wrap(model, posterior)(batch)
         assert bool(torch.isfinite(prediction.probs).all())

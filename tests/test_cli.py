@@ -80,7 +80,7 @@ def model_options(place: Path, weights: str = "w.pt") -> list[Any]:
 
 
 def fit(place: Path, name: str, *options: Any, data: str = "train") -> dict[str, Any]:
-    common = ["--rank", RANK, "--prior-precision 5.0 -o", place / name]
+    common = ["--method inf --rank", RANK, "--prior-precision 5.0 -o", place / name]
     return run_json("fit", place / data, *model_options(place), *common, *options)
 
 
@@ -639,9 +639,8 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 class TestFit:
     def test_it_is_the_fit_of_the_library(self, place: Path) -> None:
-        expected = uq.fit(
-            trained(place), loader(place, "train"), rank=RANK, prior_precision=5.0, progress=False
-        )
+        data = loader(place, "train")
+        expected = uq.fit(trained(place), data, "inf", rank=RANK, prior_precision=5.0, progress=False)
         found = uq.load(place / "m.h5", trained(place))
         assert_same_posterior(found, expected, 1e-6)
         assert found.prior_precision == 5.0 and found.scale == 36
@@ -649,6 +648,14 @@ class TestFit:
         fitted = found.history.fit
         assert fitted["model"] == "nets.py:net" and fitted["images"] == "3 x own size"
         assert fitted["fisher"] == "exact" and fitted["fisher chosen"] == "auto"
+
+    def test_no_method_is_that_of_the_library(self, place: Path) -> None:
+        file = place / "chosen.h5"
+        run("fit", place / "train", *model_options(place), "--prior-precision 5.0 --rank", RANK, "-o", file)
+        found, data = uq.load(file, trained(place)), loader(place, "train")
+        expected = uq.fit(trained(place), data, rank=RANK, prior_precision=5.0, progress=False)
+        assert_same_posterior(found, expected, 1e-6)
+        assert [*found.layers] == ["4"] and "the last of 2 layers" in found.history.fit["layers chosen"]
 
     def test_options_reach_the_library(self, place: Path) -> None:
         options: dict[str, Any] = {"method": "kfac", "layers": ["4"], "fisher": "exact", "seed": 3}

@@ -294,7 +294,11 @@ def computes_weights(device: torch.device) -> dict[str, Any]:
 
 
 def searches_faithfully(device: torch.device) -> dict[str, Any]:
-    return {"prior": uq.fit(network(device=device), batched(images()), progress=False).prior_precision}
+    return {
+        "prior": uq.fit(
+            network(device=device), batched(images()), layers="all", progress=False
+        ).prior_precision
+    }
 
 
 def evaluates(device: torch.device) -> dict[str, Any]:
@@ -750,7 +754,7 @@ def test_what_is_given_may_be_on_the_device(device: torch.device) -> None:
     assert posterior.prior_precision == 2.0
     fitted(network(device=device), "function_space", context=UniformBox(low, -low))
     x, y = (tensor.to(device) for tensor in images())
-    found = uq.fit(network(device=device), [(x, y)], prior_precision=1.0, progress=False)
+    found = uq.fit(network(device=device), [(x, y)], layers="all", prior_precision=1.0, progress=False)
     assert_same(found.variance(), fitted(network()).variance(), "a loader on the device", exact=False)
 
 
@@ -938,6 +942,7 @@ class TestLooks:
                     uq.fit(
                         network(),
                         [good, (x, y)],
+                        layers="all",
                         likelihood=likelihood,
                         fisher=fisher,
                         progress=False,
@@ -952,7 +957,14 @@ class TestLooks:
                     raise uq.PosthocUQError("Class 2 is not wanted.")
 
         with pytest.raises(uq.PosthocUQError, match=r"^Batch 0: Class 2 is not wanted"):
-            uq.fit(network(), batched(images()), likelihood=Strict(), prior_precision=1.0, progress=False)
+            uq.fit(
+                network(),
+                batched(images()),
+                layers="all",
+                likelihood=Strict(),
+                prior_precision=1.0,
+                progress=False,
+            )
 
     def test_in_the_order_of_asking(self) -> None:
         checks, found = DeferredChecks(), list[int]()

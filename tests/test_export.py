@@ -48,7 +48,15 @@ def vit() -> nn.Module:
 
 def fitted(net: nn.Module, **options: Any) -> uq.Posterior:
     x = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return uq.fit(net, [(x, torch.arange(12) % 5)], prior_precision=200.0, rank=10, progress=False, **options)
+    return uq.fit(
+        net,
+        [(x, torch.arange(12) % 5)],
+        layers="all",
+        prior_precision=200.0,
+        rank=10,
+        progress=False,
+        **options,
+    )
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -200,7 +208,7 @@ def test_an_onnx_file_of_a_last_layer_is_the_predictor(kind: str, tmp_path: Path
 
 def test_a_posterior_of_all_layers_is_exported_by_drawn_weights_and_says_so() -> None:
     net, x, y, _ = small("classes")
-    posterior = uq.fit(net, [(x, y)], prior_precision=200.0, rank=10, progress=False)
+    posterior = uq.fit(net, [(x, y)], layers="all", prior_precision=200.0, rank=10, progress=False)
     posterior = uq.calibrate(posterior, [(x, y)], progress=False)
     predictor = uq.wrap(net, posterior)
     with pytest.warns(UserWarning, match="draws of the weights in its place") as said:

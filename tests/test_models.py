@@ -72,7 +72,9 @@ def test_main_job(name, tmp_path):
         torch.manual_seed(0)
         model, images = make().eval(), torch.randn(8, 3, size, size)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    posterior = uq.fit(model, [images[:4], images[4:]], rank=20, progress=False, prior_precision=100.0)
+    posterior = uq.fit(
+        model, [images[:4], images[4:]], layers="all", rank=20, progress=False, prior_precision=100.0
+    )
     # Every weight and bias of every linear and convolution layer has a posterior.
     weighted = sum(
         p.numel()

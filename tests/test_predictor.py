@@ -39,7 +39,7 @@ def _images() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def setting():
     model, x = _model(), _images()
-    return model, uq.fit(model, [x], progress=False, prior_precision=5.0), x
+    return model, uq.fit(model, [x], layers="all", progress=False, prior_precision=5.0), x
 
 
 def _same(one, two) -> bool:
@@ -92,7 +92,7 @@ def test_named_inputs_and_regression():
 
 def test_a_predictor_prints_what_it_is(setting):
     model, _, x = setting
-    posterior = uq.fit(model, [x], progress=False, prior_precision=5.0)
+    posterior = uq.fit(model, [x], layers="all", progress=False, prior_precision=5.0)
     covered = 4 * 9 + 4 + 64 * 3 + 3
     heads = {
         "linearized": ("LinearizedPredictor", "link='mc', n_draws=256, outputs='auto', engine='auto'"),

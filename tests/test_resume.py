@@ -41,12 +41,12 @@ BATCHES = -(-SAMPLES // BATCH)
 SCENARIOS: list[dict[str, Any]] = [
     {
         "name": "inf",
-        "options": {"rank": 20},
+        "options": {"layers": "all", "rank": 20},
         "kills": [3, "write 4", BATCHES + 4, BATCHES - 1],
     },
     {
         "name": "inf-share",
-        "options": {"basis_fraction": 0.5, "basis": "sketch", "rank": 5},
+        "options": {"layers": "all", "basis_fraction": 0.5, "basis": "sketch", "rank": 5},
         "kills": [8, BATCHES + 8],
         "every": 5,
     },
@@ -506,9 +506,9 @@ def test_a_snapshot_keeps_what_it_is_given(tmp_path: Path) -> None:
 
 def test_a_share_of_the_data_for_the_bases() -> None:
     options: dict[str, Any] = {"rank": 20, "prior_precision": 1.0, "progress": False}
-    whole = uq.fit(model(), _loader(), **options)
-    half = uq.fit(model(), _loader(), basis_fraction=0.5, **options)
-    shuffled = uq.fit(model(), _loader(shuffle=True), basis_fraction=0.5, **options)
+    whole = uq.fit(model(), _loader(), layers="all", **options)
+    half = uq.fit(model(), _loader(), layers="all", basis_fraction=0.5, **options)
+    shuffled = uq.fit(model(), _loader(shuffle=True), layers="all", basis_fraction=0.5, **options)
     for name, block in whole.blocks.items():
         # The exact diagonal comes from all samples; the bases do not, but from the same ones in any order.
         torch.testing.assert_close(half.blocks[name].diagonal, block.diagonal)
@@ -520,7 +520,7 @@ def test_a_share_of_the_data_for_the_bases() -> None:
         assert bool((error < 0.5 * torch.linalg.matrix_norm(block.dense())).all())
     assert half.scale == SAMPLES and half.history.fit["basis fraction"] == 0.5
     with pytest.raises(PosthocUQError, match="picks none of the 90 samples"):
-        uq.fit(model(), _loader(), basis_fraction=1e-9, **options)
+        uq.fit(model(), _loader(), layers="all", basis_fraction=1e-9, **options)
 
 
 # The identity of a fit

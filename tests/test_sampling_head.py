@@ -28,7 +28,9 @@ def setting():
             nn.Linear(64, 3),
         )
         x, y = torch.randn(40, 1, 6, 6), torch.randint(0, 3, (40,))
-    posterior = uq.fit(model, [(x[:20], y[:20]), (x[20:], y[20:])], progress=False, prior_precision=5.0)
+    posterior = uq.fit(
+        model, [(x[:20], y[:20]), (x[20:], y[20:])], layers="all", progress=False, prior_precision=5.0
+    )
     return model, posterior, x
 
 
@@ -191,7 +193,7 @@ def test_what_cannot_be_batched_runs_in_the_loop(kind):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain, x = _Odd("none"), torch.randn(12, 4)
-    posterior = uq.fit(plain, [x], prior_precision=1.0, progress=False)
+    posterior = uq.fit(plain, [x], layers="all", prior_precision=1.0, progress=False)
     odd = _Odd(kind)
     odd.load_state_dict(plain.state_dict())
     expected = uq.wrap(plain, posterior, n_samples=4, batched=False).outputs(x)
@@ -216,7 +218,7 @@ def test_a_refusal_after_the_first_input_goes_on_in_the_loop():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = _Moody(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(12, 4)
-    posterior = uq.fit(model, [x], prior_precision=1.0, progress=False)
+    posterior = uq.fit(model, [x], layers="all", prior_precision=1.0, progress=False)
     predictor, loop = (uq.wrap(model, posterior, n_samples=4, batched=b) for b in (True, False))
     predictor(x)
     with pytest.raises(uq.PosthocUQError, match="cannot be run on these inputs"):
@@ -279,7 +281,7 @@ def test_every_draw_gets_the_input_as_it_was(options, inference):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = _Greedy(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(12, 4)
-    posterior = uq.fit(nn.Sequential(*model), [x], prior_precision=1.0, progress=False)
+    posterior = uq.fit(nn.Sequential(*model), [x], layers="all", prior_precision=1.0, progress=False)
     before = x.clone()
     draws = posterior.sample(3, torch.Generator().manual_seed(0))
     expected = torch.stack([_by_hand(model, draws, i, x.clone()) for i in range(3)])

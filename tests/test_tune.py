@@ -64,7 +64,7 @@ def fit(**options: Any) -> uq.Posterior:
 @pytest.fixture(autouse=True)
 def nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits of these small networks leave temperature and noise as they are, so that searches begin at 1."""
-    monkeypatch.setattr("posthoc_uq.fitting.leave_one_out.is_perceptron", lambda *_: False)
+    monkeypatch.setattr("posthoc_uq.fitting.fit._leaves_out_unasked", lambda *_: False)
 
 
 def fit_regression(**options: Any) -> uq.Posterior:

@@ -167,8 +167,12 @@ def fit(
             ``(name, module) -> bool``; these are layers whose weights are matrices. The last ones are those that no
             other follows on a way to the outputs, as of several heads all. ``"everything"`` adds the scales and offsets
             of normalisations, embeddings and all other parameters, each of which can also be named; ``"trainable"``
-            takes those of all these that require gradients. By default those that the method is for: the last one for
-            message passing, all for the others.
+            takes those of all these that require gradients. By default those that a named method is for: the last one
+            for message passing, all for the others. Where no method is named either, a perceptron (linear layers on
+            rows) and a regression get all, and any other network the last: over all layers its predictions cost a
+            backward pass for each output, some twenty forward passes for ten classes where the last layer's take one
+            to two, the fit four times as much, and they are no better (docs/defaults.md). The report says which
+            were chosen, and what the other choice costs.
         prior_precision: a number; ``"faithful"`` (the default), for the smallest one for which predictions on training
             inputs stay within `divergence` of the network's; or ``"evidence"``, for the maximum of the log marginal
             likelihood. Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``,
@@ -253,7 +257,8 @@ class FitPlan(TaskPlan):
 
     Attributes:
         method: with its options.
-        chooses_method: whether nobody named it, nor layers.
+        chooses_method: whether nobody named it, nor its options, nor layers.
+        chooses_layers: whether nobody named them, nor a method, nor priors of single weights.
         finds_noise: whether the noise variance of a regression comes from the data.
         prior: a prior precision, or how it is found; ``"faithful"`` for a training, where it counts only with a
             `divergence`.
@@ -266,6 +271,7 @@ class FitPlan(TaskPlan):
 
     method: Method
     chooses_method: bool
+    chooses_layers: bool
     finds_noise: bool
     prior: Prior
     divergence: float | None
@@ -361,6 +367,7 @@ def _plan(
         progress=bars_shown(progress),
         method=chosen,
         chooses_method=free,
+        chooses_layers=method is None and layers is None and of_weights is None,
         finds_noise=finds_noise,
         prior=prior,
         divergence=budget,
@@ -406,8 +413,34 @@ def _prove(plan: FitPlan) -> Task:
     for warning in (task.prepared.warning, task.prepared.cost, _frozen_in_words(task), *warnings):
         if warning is not None:
             warn_user(warning)
+    if plan.progress and (price := _price_of_layers(plan, task)):
+        print_above(price, sys.stderr)
     task.seconds["dry run"] = time.perf_counter() - began
     return task
+
+
+def _price_of_layers(plan: FitPlan, task: Task) -> str | None:
+    """What predictions over the layers cost beside those over others, before the fit begins; None where there is no
+    choice, or another head predicts.
+    """
+    names, used = set(task.layers), [t.layer.name for t in task.prepared.found if t.layer.rule.matrices]
+    if plan.method.trains or plan.head != "linearized" or len(used) < 2:
+        return None
+    from posthoc_uq.heads.linearized_outputs import ALL_OUTPUTS, TOP
+
+    outputs = task.prepared.outputs
+    every = f"some {1 + 2 * (outputs if outputs <= ALL_OUTPUTS else TOP)} forward passes or more"
+    if len(names) > 1:
+        kind = " of a perceptron" if plan.likelihood.logits else " of a regression"
+        kind = kind if plan.chooses_layers else ""
+        return (
+            f"{len(names)} layers{kind}: a prediction takes {every}, over the last one (layers='last') 1 to 2"
+        )
+    better = ", and is no better" if plan.chooses_layers else ""
+    return (
+        f"the last of {len(used)} layers: a prediction takes 1 to 2 forward passes, over all (layers='all') {every}"
+        f"{better}"
+    )
 
 
 def _with_dense_covariance(plan: FitPlan, task: Task) -> FitPlan:
@@ -462,10 +495,11 @@ def proved_task(plan: TaskPlan, method: Method) -> Task:
         batch = readings.first(reader).kept()  # which is run several times
         with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
             view = with_choice(model, _choice(model, batch, plan.output))
+            chooses = isinstance(plan, FitPlan) and plan.chooses_layers
             prepared = prepare(
                 view,
                 batch,
-                plan.layers,
+                _chosen_layers(view, batch, plan) if chooses else plan.layers,
                 unsupported=method.unsupported,
                 autocast=torch.is_autocast_enabled(reader.device.type),
                 by_gradients=method.takes_gradients,
@@ -473,6 +507,15 @@ def proved_task(plan: TaskPlan, method: Method) -> Task:
             likelihood = _of_shapes(view, batch, likelihood) if plan.by_name else likelihood
             features = find_features(prepared, batch, likelihood)
         return Task(plan, prepared.model, prepared, readings, batch, likelihood, features)
+
+
+def _chosen_layers(model: nn.Module, batch: Batch, plan: TaskPlan) -> Selection:
+    """All layers of a perceptron and of a regression. Of another classifier the last, since predictions over all cost
+    far more there and are no better (docs/defaults.md).
+    """
+    from posthoc_uq.fitting.leave_one_out import is_perceptron
+
+    return "last" if plan.likelihood.logits and not is_perceptron(model, batch, plan.seed) else "all"
 
 
 def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoice | None:
@@ -536,8 +579,9 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None, flo
     posterior = posterior.replaced(weight_prior=weight_prior)
     check_numbers(posterior)
     task.observe()
+    posterior = _recorded(posterior, plan, task, noise_origin)
     del task.prepared  # its copy of the model and its hooks
-    return _recorded(posterior, plan, task, noise_origin), kept_inputs, gap and gap.of_all()
+    return posterior, kept_inputs, gap and gap.of_all()
 
 
 def _open_checkpoint(plan: FitPlan, task: Task) -> None:
@@ -620,6 +664,8 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
         facts["method chosen"] = (
             f"'{plan.method.name}', for {covered:,} weights and {posterior.evidence.samples:,} samples of a regression"
         )
+    if plan.chooses_layers and (price := _price_of_layers(plan, task)):
+        facts["layers chosen"] = price
     if plan.weight_precisions is not None:
         facts["prior of each weight"] = "given, times the prior precision"
     if mean is not None:

@@ -606,7 +606,7 @@ def prepare(
     if errors and (unsupported == "raise" or not unnamed or not layers):
         advice = ""
         if not unnamed:
-            advice = " layers='all', the default, leaves out what cannot have a posterior."
+            advice = " layers='all' leaves out what cannot have a posterior."
         elif layers:
             advice = " Pass unsupported='skip' to leave them deterministic."
         raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")

@@ -23,7 +23,7 @@ POSTERIORS: dict[str, dict[str, Any]] = {
     "diag": {"method": "diag"},
     "KFAC": {"method": "kfac"},
     "EFB": {"method": "efb"},
-    "INF": {},
+    "INF": {"method": "inf"},
     "message passing, last layer": {"method": "message_passing"},
     "INF, last layer": {"layers": "last"},
 }

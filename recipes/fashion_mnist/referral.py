@@ -74,7 +74,7 @@ def one_seed(
 ) -> dict[str, Row]:
     """What every score refers, in percent."""
     known = data.validation.first(held_out)
-    posterior = uq.fit(model, loader(data.train, 500), val_loader=loader(known), seed=seed)
+    posterior = uq.fit(model, loader(data.train, 500), "inf", val_loader=loader(known), seed=seed)
     predictor = uq.wrap(model, posterior)
     wrong = torch.ones(len(data.test.labels), dtype=torch.bool)
     referred: dict[str, dict[str, Tensor]] = {score: {} for score in ("largest probability", *SCORES)}

@@ -80,7 +80,7 @@ def information(model: nn.Module, images: Tensor) -> uq.Posterior:
 
 def fitted(model: nn.Module, images: Tensor) -> uq.Posterior:
     """INF at rank 100."""
-    return uq.fit(model, images.split(8), fisher="mc", rank=100, prior_precision=1.0, progress=False)
+    return uq.fit(model, images.split(8), "inf", fisher="mc", rank=100, prior_precision=1.0, progress=False)
 
 
 def kind_of(module: nn.Module) -> str:

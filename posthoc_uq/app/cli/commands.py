@@ -150,8 +150,7 @@ def fit(
         likelihood: what the model's outputs mean.
         val_data: held-out data with labels; the fit calibrates by them, a training ends at its best.
         val_split: part of the held-out data, such as train[50000:].
-        layers: all, everything, last, trainable (what requires gradients), or names, prefixes and shell patterns; by
-            default those that the method is for.
+        layers: all, everything, last, trainable, names or patterns; by default chosen, as the report says.
         prior_precision: a number; faithful (the default), for the widest posterior whose predictions stay near the
             model's own; or evidence, for the maximum of the log marginal likelihood. For a training a number is the
             method's own prior precision.
@@ -202,12 +201,13 @@ def fit(
         posterior = uq.fit(
             model.model,
             loaded.loader,
-            fitting,
+            fitting if method.named else None,
             val_loader=val_loader,
             # by its name the library finds a regression's noise, and refuses what it would only warn of
             likelihood=chosen if likelihood.options else name,
             progress=_progress(console),
             **arguments,
+            **({} if method.named else method.options),
         )
         facts = {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
         if loaded.files is not None or data.startswith("torchvision:"):

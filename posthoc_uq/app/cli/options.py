@@ -63,11 +63,13 @@ class Choice:
         word: what is chosen, such as ``"method"``.
         name: of the chosen one; None where nothing was said.
         options: by name.
+        named: whether it was said; else the name is the default.
     """
 
     word: str
     name: str | None
     options: dict[str, Any]
+    named: bool = field(default=True, compare=False)
 
     def make(self, kind: type[Kind]) -> Kind:
         """An object of the class, with these options.

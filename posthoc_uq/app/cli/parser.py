@@ -297,6 +297,7 @@ class Command:
         places = {key: place for key, place in places.items() if key not in typed}
         shown, _ = flat.pop("print_config", False), flat.pop("config", None)
         names = {f"{word}.name": name for word, name in self._chosen.items() if name is not None}
+        named = {word for word in self._chosen if {word, f"{word}.name"} & flat.keys()}
         flat = {
             key: value for key, value in flat.items() if key.removesuffix(".name") not in self._chosen
         } | names
@@ -325,7 +326,7 @@ class Command:
                 own: dict[str, Any] = {k: v for k, v in given.get(word, {}).items() if k != "name"}
                 if word != "method":
                     own = {key: value for key, value in own.items() if value is not None}
-                call[word] = Choice(word, name, own)
+                call[word] = Choice(word, name, own, word in named)
             elif is_dataclass(option.kind):
                 own = {field.name: given[field.name] for field in fields(option.kind) if field.name in given}
                 call[option.name] = cast(Any, option.kind)(**own)
