@@ -1,22 +1,18 @@
-"""Leave-one-out of perceptrons: the temperature by each rule, by some of many rows, and of networks that are not sure.
+"""Leave-one-out of perceptrons: the temperature by each rule, and by some of many rows.
 
     OMP_NUM_THREADS=1 python benchmarks/left_out.py rules        an hour of one core; docs/tables/leave_one_out.csv
     OMP_NUM_THREADS=1 python benchmarks/left_out.py many_rows    half an hour; docs/tables/leave_one_out_rows.csv
-    OMP_NUM_THREADS=1 python benchmarks/left_out.py unsure       an hour; docs/tables/underconfident.csv
     OMP_NUM_THREADS=1 python benchmarks/left_out.py rules --smoke     small networks, for the tests
 
 ``rules``: what a fit predicts at the temperature of each rule, for the zoo's perceptrons with at most 2,048 rows and
 for networks that memorised few rows. ``many_rows``: the estimates by 500, 1,000 and 2,048 rows of larger data, and the
-fit by the last. ``unsure``: networks trained with wrong labels or label smoothing and the zoo's, by default and with
-their mean entropy kept, always or where accuracy on training rows exceeds confidence there. Networks that choose are
-apart from those that are only reported.
+fit by the last. Networks that choose are apart from those that are only reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from _cache import Rows
 from _harness import output_folder
-from _kinds import built
 from _scored import (
     averaged,
     best_temperature,
@@ -298,149 +293,9 @@ def study_many_rows(rows: Rows, seeds: Sequence[int], smoke: bool) -> list[dict[
     return lines
 
 
-# Networks that are not sure enough
-
-
-class Unsure(NamedTuple):
-    """A network trained with a share of wrong labels, or with label smoothing."""
-
-    pair: Pair
-    wrong: float
-    smoothing: float
-
-
-UNSURE = (
-    Unsure(Pair("cnn", "fashion", True, 120, train=3000), 0.2, 0),
-    Unsure(Pair("mlp relu 128 128", "fashion", True, 120, train=3000), 0.2, 0),
-    Unsure(Pair("mlp relu 64 64", "digits", True, 60), 0.2, 0),
-    Unsure(Pair("resnet", "fashion", True, 150, train=3000), 0.2, 0),
-    Unsure(Pair("cnn", "fashion", True, 300, train=1000), 0, 0.1),
-    Unsure(Pair("mlp gelu layer 64 64", "digits", True, 400), 0, 0.1),
-    Unsure(Pair("mlp relu 128 128", "fashion", True, 200, train=1000, decay=1.0), 0.2, 0),
-    Unsure(Pair("mlp relu 64 64", "cancer", True, 100), 0.2, 0),
-    Unsure(Pair("lenet", "digits 28", False, 120, train=3000), 0.2, 0),
-    Unsure(Pair("mlp tanh 64 64", "digits 28", False, 80, train=1500), 0.2, 0),
-    Unsure(Pair("strided", "digits 28", False, 150, train=3000), 0.2, 0),
-    Unsure(Pair("mlp relu 64 64", "cells", False, 150), 0.2, 0),
-    Unsure(Pair("strided", "fashion", False, 300, train=1000), 0, 0.1),
-    Unsure(Pair("mlp relu 64 64", "shells", False, 300), 0.2, 0),
-    Unsure(Pair("lenet", "digits 28", False, 250, train=2000), 0, 0.1),
-    Unsure(Pair("mlp tanh 64 64", "two classes", False, 150), 0.2, 0),
-)
-ALWAYS, DEFAULT = "mean entropy kept", "default"
-EXCESSES = (0.02, 0.04)
-
-
-def unsure_network(each: Unsure, seed: int) -> tuple[nn.Module, Labelled, Labelled]:
-    """The network, its training data with the wrong labels, and the test data."""
-    split, generator, pair = each.pair.split(seed), torch.Generator().manual_seed(seed), each.pair
-    labels, classes = split.train.targets.clone(), split.classes
-    bad = torch.rand(len(labels), generator=generator) < each.wrong
-    labels[bad] = (labels[bad] + torch.randint(1, classes, (int(bad.sum()),), generator=generator)) % classes
-    train = Labelled(split.train.inputs, labels)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = built(pair.kind, math.prod(train.inputs.shape[1:]), classes)
-        optimiser = torch.optim.AdamW(model.parameters(), pair.rate, weight_decay=pair.decay)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, pair.steps, 1e-4)
-        model.train()
-        for _ in range(pair.steps):
-            chosen = torch.randint(0, len(labels), (pair.batch,))
-            optimiser.zero_grad()
-            loss = nn.functional.cross_entropy(
-                model(train.inputs[chosen]), labels[chosen], label_smoothing=each.smoothing
-            )
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-    return model.eval(), train, split.test
-
-
-def by_entropy(model: nn.Module, train: Labelled, test: Labelled) -> dict[str, Any]:
-    """Scores by default, and with the mean entropy kept; by how much accuracy exceeds confidence on training rows."""
-    probs = outputs(model, train.inputs).softmax(1)
-    right = float((probs.argmax(1) == train.targets).double().mean())
-    default = uq.fit(model, loader(train), progress=False)
-    kept = uq.tune(default, loader(train), criterion="faithful", temperature=True, progress=False)
-    return {
-        "scores": {
-            NETWORK: plain_scores(model, train, test),
-            DEFAULT: scores_of(model, default, test),
-            ALWAYS: scores_of(model, kept, test),
-        },
-        "excess": right - float(probs.amax(1).mean()),
-        "temperature": default.temperature,
-    }
-
-
-def unsure_row(each: Unsure, pair: Pair, seed: int) -> dict[str, Any]:
-    """One network that is not sure enough."""
-    del pair
-    return by_entropy(*unsure_network(each, seed))
-
-
-def zoo_row(pair: Pair, seed: int) -> dict[str, Any]:
-    """One network of the zoo."""
-    split = pair.split(seed)
-    return by_entropy(trained(pair, seed), split.train, split.test)
-
-
-def study_unsure(rows: Rows, seeds: Sequence[int], smoke: bool) -> list[dict[str, str]]:
-    """``unsure``."""
-    jobs: list[tuple[str, Pair, Callable[[Pair, int], dict[str, Any]]]] = []
-    for each in UNSURE:
-        jobs.append(("not sure enough", each.pair, partial(unsure_row, each)))
-    jobs += [
-        ("defaults", pair, zoo_row)
-        for pair in CLASSIFIERS
-        if pair.data != "reviews" and pair.kind != "vit" and not pair.options
-    ]
-    if smoke:
-        jobs = [job for job in jobs if job[1].name in ("cancer, mlp relu 64 64", "iris, mlp relu 32 32")]
-    groups: dict[tuple[str, bool], list[Named]] = {}
-    used: dict[tuple[str, bool, str], int] = {}
-    for group, pair, measure in jobs:
-        found = list(measured(rows, f"unsure, {group}", pair, seeds, measure))
-        for each in found:
-            for least in EXCESSES:
-                chosen = ALWAYS if each["excess"] > least and each["temperature"] == 1 else DEFAULT
-                each["scores"][by_excess(least)] = each["scores"][chosen]
-                key = group, pair.chooses, by_excess(least)
-                used[key] = used.get(key, 0) + (chosen == ALWAYS and each is found[0])
-        groups.setdefault((group, pair.chooses), []).extend(named(pair, [each["scores"] for each in found]))
-    lines: list[dict[str, str]] = []
-    for (group, chooses), own in groups.items():
-        for rule in own[0].scores:
-            if rule == NETWORK:
-                continue
-            kept = {DEFAULT: 0, ALWAYS: len(own)}.get(rule, used.get((group, chooses, rule), 0))
-            means = {
-                f"{m}{what}": f"{mean(each.scores[r][m] for each in own):.3f}"
-                for r, what in ((rule, ""), (NETWORK, ", network"))
-                for m in ("NLL", "ECE")
-            }
-            lines.append(
-                {
-                    "pairs": f"{group}, {'choose' if chooses else 'reported'}",
-                    "number": str(len(own)),
-                    "rule": rule,
-                    **means,
-                    "kept the entropy": str(kept),
-                    "harmed": harmed(own, rule),
-                }
-            )
-    return lines
-
-
-def by_excess(least: float) -> str:
-    """The name of a rule."""
-    return f"kept where training accuracy exceeds confidence by {least}"
-
-
 STUDIES = {
     "rules": (study_rules, "leave_one_out"),
     "many_rows": (study_many_rows, "leave_one_out_rows"),
-    "unsure": (study_unsure, "underconfident"),
 }
 
 

@@ -33,7 +33,8 @@ entropy = [foreign_by[name]["photos"]["entropy"]["AUROC"] for name in ("network 
 assert min(entropy[1:]) > entropy[0] + 0.05
 assert metrics["tuned"]["NLL"] < metrics["as fitted"]["NLL"] < alone["NLL"]
 assert max(metrics["tuned"]["ECE"], metrics["as fitted"]["ECE"]) < alone["ECE"]
-assert all(abs(metrics[name]["accuracy"] - alone["accuracy"]) <= 0.004 for name in ("as fitted", "tuned"))
+assert abs(metrics["as fitted"]["accuracy"] - alone["accuracy"]) <= 0.004
+assert metrics["tuned"]["accuracy"] >= alone["accuracy"]
 for name in ("as fitted", "tuned"):
     for place in ("photos", "letters"):
         novelty = foreign_by[name][place]["novelty"]["AUROC"]
@@ -42,13 +43,13 @@ for name in ("as fitted", "tuned"):
         )
         assert novelty == foreign_by["as fitted"][place]["novelty"]["AUROC"]
 shares = {{name: float(flag.float().mean()) for name, flag in flags.items()}}
-assert shares["test digits"] < 0.1 and shares["photos"] < 0.5 and shares["letters"] < 0.5
+assert shares["test digits"] < 0.1 and shares["photos"] > 0.95 and 0.4 < shares["letters"] < 0.6
 for place in ("photos", "letters"):
     assert table.loc[place, "entropy or novelty"] > table.loc[place, "the network's entropy"]
 assert table.loc["photos", "novelty"] == table.loc["photos"].max()
 assert right[~kept].float().mean() < right[kept].float().mean() - 0.1
 assert right[kept].float().mean() > alone["accuracy"] + 0.01
-assert metrics["tuned"]["NLL"] < 0.28
+assert metrics["tuned"]["NLL"] < 0.26
 assert same
 """,
     "choosing_a_posterior": """
