@@ -287,7 +287,12 @@ class HeldOutLoss(Score):
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
     def _exact_pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
-        found, nbytes = list[Any](), 0
+        found, nbytes, settings = list[Any](), 0, predictor.posterior.settings
+        known = self.evaluated()
+        if known is not None and known.predictor.posterior.settings.of_weights() == settings.of_weights():
+            targets = (targets for _, targets in known.data)
+            yield from zip(known.distributions, targets, strict=True)
+            return
         for distribution, targets in super()._pairs(predictor):
             nbytes += 8 * (distribution.numbers if isinstance(distribution, OutputGaussian) else inf)
             if nbytes <= TEMPORARY_BYTES:
