@@ -954,6 +954,34 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     assert json.dumps(printed)
 
 
+def test_connections_that_cannot_be_ended_yet_keep_nobody_out(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "CONNECTIONS", 2)
+    monkeypatch.setattr(serving, "_GRACE", 60.0)
+    answers, asking = list[int](), list[threading.Thread]()
+
+    def ask(url: str) -> None:
+        try:
+            with ExitStack() as stack:
+                address = url.removeprefix("http://").rsplit(":", 1)
+                for _ in range(8):
+                    idle = socket.create_connection((address[0], int(address[1])), timeout=20)
+                    stack.enter_context(idle)
+                answers.append(httpx.get(f"{url}/health", trust_env=False).status_code)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def started(url: str) -> None:
+        asking.append(threading.Thread(target=ask, args=(url,)))
+        asking[0].start()
+
+    with pytest.raises(KeyboardInterrupt):
+        serving.serve(service, port=0, started=started)
+    asking[0].join()
+    assert answers == [200]
+
+
 def test_two_interrupts_end_the_server_without_tracebacks(
     service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

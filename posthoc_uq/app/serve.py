@@ -139,7 +139,6 @@ def serve(
             server_header=False,
             timeout_keep_alive=10,
             timeout_graceful_shutdown=10,
-            limit_concurrency=2 * CONNECTIONS,
             lifespan="off",  # the service is closed here, also where the server does not end in order
         )
         server = _Server(config)
