@@ -15,7 +15,7 @@ from _harm import cell
 from _rivals import distances
 from _scored import outputs, predicted
 from _sets import split_of
-from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
+from _zoo import CLASSIFIERS, REGRESSORS, SEEDS, Pair, loader, trained
 from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur
 
@@ -39,14 +39,15 @@ NAMED = (
     "fashion 3000, vit",
     "fashion 10000, recipe cnn",
 )
-"""The first three are kinds of network in view of which the score was found, the others are not."""
-FOUND_WITH = NAMED[:3]
+"""Networks of pictures; a perceptron has no stage of 784 columns."""
+FOUND_WITH = (*NAMED[:4], "fashion 3000, vit")
+"""On these the stages, what is told of them, and how they are joined were chosen; on no others."""
 PICTURES = [pair for name in NAMED for pair in CLASSIFIERS if pair.name == name]
 FAMILIAR, FOREIGN = 500, 200
 """Test inputs by which scores become tail probabilities; as many others are told from foreign ones of every kind."""
 CROPS, CROPS_A_KIND = 64, 40
 """For the network with ImageNet weights: crops that it is fitted on, and foreign ones of every kind."""
-FORMS = ("class", "top", "all")
+FORMS = ("layers", "class", "top", "all")
 IMAGENET = "EfficientNet-Lite0"
 BOTH = "entropy and novelty"
 NETWORK = "network's entropy"
@@ -184,7 +185,7 @@ def ours(pair: Pair, seed: int) -> dict[str, Any]:
         lambda inputs: own_scores(model, predictor, inputs, FORMS),
         test,
         unfamiliar(pair.data),
-        [("entropy", "novelty, class")],
+        [("entropy", "novelty, layers")],
     )
     return {"AUROC": found}
 
@@ -250,20 +251,64 @@ def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) ->
     posterior = uq.fit(model, training.split(16), layers=layers, progress=False)
     predictor = uq.wrap(model, posterior)
     found = aurocs(
-        lambda inputs: own_scores(model, predictor, inputs, ("class", "top")),
+        lambda inputs: own_scores(model, predictor, inputs, ("layers", "class", "top")),
         familiar,
         foreign | corrupted(familiar[:number]),
-        [("entropy", "novelty, class")],
+        [("entropy", "novelty, layers")],
     )
     return {"AUROC": found}
+
+
+def foreign_rows(train: Tensor, inputs: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """Rows of a table (rows, columns) by how they are made foreign; deviations are those of the training rows."""
+    generator = torch.Generator().manual_seed(seed)
+    deviation, centre, (count, columns) = train.std(0).clamp(min=1e-6), train.mean(0), inputs.shape
+    found: dict[str, Tensor] = {}
+    for size in (3, 10):
+        column = torch.randint(columns, (count,), generator=generator)
+        sign = torch.randint(2, (count,), generator=generator) * 2 - 1
+        moved = inputs.clone()
+        moved[torch.arange(count), column] += size * sign * deviation[column]
+        found[f"a column moved by {size}"] = moved
+    for size in (1, 3):
+        found[f"noise of {size}"] = inputs + size * deviation * torch.randn(inputs.shape, generator=generator)
+    found["scaled by 3"] = centre + 3 * (inputs - centre)
+    orders = [torch.randperm(count, generator=generator) for _ in range(columns)]
+    found["columns of other rows"] = torch.stack([inputs[own, c] for c, own in enumerate(orders)], 1)
+    found["drawn"] = centre + deviation * torch.randn(inputs.shape, generator=generator)
+    found["30 % missing"] = inputs.masked_fill(torch.rand(inputs.shape, generator=generator) < 0.3, 0.0)
+    return found
+
+
+def of_table(pair: Pair, seed: int) -> dict[str, Any]:
+    """Novelty over layers, and by the last layer alone, of a perceptron on a table; fitted by the diagonal of the last
+    layer, on which neither depends.
+    """
+    model, split = trained(pair, seed), pair.split(seed)
+    options: dict[str, Any] = {"layers": "last", "prior_precision": 1.0, "progress": False} | pair.options
+    if pair in REGRESSORS:
+        options["likelihood"] = "regression"
+    predictor = uq.wrap(model, uq.fit(model, loader(split.train), "diag", **options))
+
+    def scores(inputs: Tensor) -> Scores:
+        return {f"novelty, {form}": predictor.novelty(inputs, of=form) for form in ("layers", "class")}
+
+    test = split.test.inputs[: 2 * FAMILIAR]
+    return {"AUROC": aurocs(scores, test, foreign_rows(split.train.inputs, test))}
 
 
 def rows_of(
     rows: Rows, pairs: Sequence[Pair], seeds: Sequence[int] = SEEDS, only: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """All rows, as they are there; pairs without pictures are left out."""
+    """All rows, as they are there; of tables one seed, and pairs with neither pictures nor tables are left out."""
     for pair in pairs:
         if pair not in PICTURES:
+            inputs = pair.split(0).train.inputs
+            if (only is None or "table" in only) and _is_table(inputs):
+                key = {"study": "novelty", "pair": pair.name, "seed": 0, "row": "table"}
+                row = rows.row(key, partial(of_table, pair, 0))
+                if row is not None:
+                    yield key | {"chooses": pair.chooses} | row
             continue
         for seed in seeds:
             for name, measure, library in (("ours", ours, True), ("distances", of_distances, False)):
@@ -280,6 +325,10 @@ def rows_of(
                 yield key | row
 
 
+def _is_table(inputs: Tensor) -> bool:
+    return inputs.ndim == 2 and inputs.is_floating_point() and 3 <= inputs.shape[1] <= 512
+
+
 def imagenet_rows(rows: Rows, only: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """The rows of the network with ImageNet weights."""
     if only is not None and IMAGENET not in only:
@@ -293,6 +342,8 @@ def imagenet_rows(rows: Rows, only: Sequence[str] | None = None) -> Iterator[dic
 def tables(found: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a table a network, means over the seeds, then the means over the networks."""
     parts: list[str] = []
+    of_tables = [row for row in found if row["row"] == "table"]
+    found = [row for row in found if row["row"] != "table"]
     names = dict.fromkeys(row["pair"] for row in found)
     foreign, corrupt = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for name in names:
@@ -309,7 +360,20 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
     errors = [
         f"{row['pair']}, {row['row']}, seed {row['seed']}: {row['error']}" for row in found if "error" in row
     ]
+    if of_tables:
+        parts += ["\n### Tables, means over the kinds of rows\n", _table_of_tables(of_tables)]
     return "\n".join([*parts, *errors])
+
+
+def _table_of_tables(found: Sequence[Mapping[str, Any]]) -> str:
+    lines = [["network", "chooses", "over layers", "last layer"]]
+    for row in found:
+        scores = row.get("AUROC", {})
+        means = [
+            mean(scores[f"novelty, {form}"].values()) if scores else None for form in ("layers", "class")
+        ]
+        lines.append([row["pair"], "yes" if row["chooses"] else "", *map(cell, means)])
+    return markdown(lines)
 
 
 def _by_score(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -332,7 +396,7 @@ def _table(scores: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _means_table(means: Mapping[str, Mapping[str, float]]) -> str:
-    """A line a score, a column a network; the last two are means over the networks on which the score was found, and
+    """A line a score, a column a network; the last two are means over the networks that chose what novelty is, and
     over the others, of those that have it.
     """
     networks = [name for name in means if name != IMAGENET]
@@ -341,8 +405,8 @@ def _means_table(means: Mapping[str, Mapping[str, float]]) -> str:
     for score in scores:
         values = {name: means[name].get(score) for name in networks}
         line = [score, *(cell(value) for value in values.values())]
-        for group in (FOUND_WITH, NAMED[len(FOUND_WITH) :]):
+        for group in (FOUND_WITH, [name for name in NAMED if name not in FOUND_WITH]):
             known = [values[name] for name in networks if name in group and values[name] is not None]
             line.append(cell(mean(v for v in known if v is not None)) if known else "-")
         lines.append(line)
-    return markdown([["score", *networks, "the first three", "the others"], *lines])
+    return markdown([["score", *networks, "choosing", "reported"], *lines])

@@ -114,8 +114,11 @@ class FeatureGrams:
         """
         last, *others = rows.split(self.columns, dim=1)
         ratios = [stage.novelty(part) for stage, part in zip(self.stages, others, strict=True)]
-        scales = [self.scale, *(stage.scale for stage in self.stages)]
-        return most_surprising(self.novelty(last, SMOOTHING), ratios, [s for s in scales if s is not None])
+        scales = [layer.scale for layer in (self, *self.stages) if layer.scale is not None]
+        return most_surprising(
+            torch.stack([self.novelty(last, SMOOTHING), *ratios]),
+            as_double(torch.stack(scales).to(rows.device)),
+        )
 
     def novelty(self, features: Tensor, smoothing: float | None = None) -> Tensor:
         """The share of the prior's variance that the data left, for the class that explains an input best:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import DeferredChecks, as_double
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.distributed import gather
 
 MAX_ROWS = 512  # training rows that are left out
@@ -40,36 +40,25 @@ def scale_of(ratios: Tensor) -> Tensor:
     return torch.cat([quantiles, excess.clamp(min=_LEAST_TAIL).reshape(1)])
 
 
-def translated(values: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """Log-odds that surprise on one scale as much as these do on their own: straight lines between the quantiles, and
-    beyond them.
+def most_surprising(ratios: Tensor, scales: Tensor) -> Tensor:
+    """The ratio of the last layer, or the one that is as surprising there as that of the most surprising stage. What
+    surprises as much on two scales is found by straight lines between the quantiles, and beyond them.
 
     Args:
-        values: ``(samples,)``.
-        own: their scale, from `scale_of`.
-        other: that of the result.
+        ratios: of the last layer and of each stage, ``(layers, samples)``.
+        scales: of each, from `scale_of`, ``(layers, 20)``.
     """
-    steps = (own[1:-1] - own[:-2]).clamp(min=_LEAST_STEP)
-    passed = ((values.unsqueeze(1) - own[:-2]) / steps).clamp(0, 1)
-    within = passed @ (other[1:-1] - other[:-2])
-    beyond = (values - own[-2]).clamp(min=0) * (other[-1] / own[-1])
-    return other[0] + within + beyond + (values - own[0]).clamp(max=0)
-
-
-def most_surprising(last: Tensor, stages: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """The ratio of the last layer, or the one that is as surprising there as that of the most surprising stage.
-
-    Args:
-        last: ratios of the last layer, ``(samples,)``.
-        stages: those of the stages.
-        scales: of the last layer, and of each stage.
-    """
-    at_last = log_odds(last)
-    first, *others = (as_double(scale.to(last.device)) for scale in scales)
-    values = [translated(log_odds(r), own, first) for r, own in zip(stages, others, strict=True)]
-    largest = torch.stack([at_last, *values]).amax(0)
-    joined = torch.where(largest > at_last, largest.sigmoid(), last)
-    return torch.where(largest.isnan(), largest, joined)
+    values = log_odds(ratios)
+    last, own = scales[0], scales[1:].unsqueeze(1)
+    at_last, others = values[0], values[1:].unsqueeze(2)
+    starts, ends = own[..., :-2], own[..., 1:-1]
+    passed = ((others - starts) / (ends - starts).clamp(min=_LEAST_STEP)).clamp(0, 1)
+    within = passed @ (last[1:-1] - last[:-2])
+    beyond = (others - own[..., -2:-1]).clamp(min=0) * (last[-1] / own[..., -1:])
+    before = (others - own[..., :1]).clamp(max=0)
+    largest = (last[0] + within + (beyond + before).squeeze(2)).amax(0)
+    # comparisons with NaN are false
+    return torch.where(largest <= at_last, ratios[0], torch.maximum(largest, at_last).sigmoid())
 
 
 class KeptRows:
