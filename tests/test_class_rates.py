@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
+from posthoc_uq.likelihoods import OutputGaussian, of_covariance
 
 RARE = 0.04
 """The rate of the last class in held-out and new data; training has all classes equally often."""
@@ -405,6 +406,30 @@ def test_the_shift_of_known_rates_is_that_of_their_odds() -> None:
     new, old = (uq.wrap(each.model, each, "sampling", n_samples=1)(x).probs for each in (moved, plain))
     expected = old.double() * logs.exp()
     assert torch.allclose(new.double(), expected / expected.sum(1, keepdim=True), atol=1e-5)
+
+
+def test_rates_need_held_out_samples_of_every_class() -> None:
+    x, labels = data(300, 1, 3, 1 / 3)
+    some = labels < 2
+    with pytest.raises(PosthocUQError, match="how frequent class 2 will be, and no held-out sample has it"):
+        uq.calibrate(fitted(), [(x[some], labels[some])], class_rates=(0.5, 0.45, 0.05), progress=False)
+
+
+def test_the_scale_of_each_class_reaches_the_exact_covariance_of_few() -> None:
+    """Also where it was taken apart before."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(6, 5, dtype=torch.float64, generator=generator)
+    root = torch.randn(6, 5, 4, dtype=torch.float64, generator=generator)
+    covariance = root @ root.mT
+    centred = covariance - covariance.mean(1, keepdim=True)
+    centred = centred - centred.mean(2, keepdim=True)
+    factors = torch.tensor([1.0, 0.5, 2.0, 1.3, 0.8]).double()
+    variance = centred.diagonal(dim1=1, dim2=2)
+    whole, apart = (
+        fitted().likelihood.from_gaussian(OutputGaussian(mean, variance, known).by_class(factors, factors))
+        for known in (centred, of_covariance(mean, covariance))
+    )
+    assert torch.allclose(whole.probs, apart.probs, atol=1e-6)
 
 
 def test_files_keep_a_shift(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from math import log
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from annotated_types import Gt, Lt
@@ -152,7 +152,8 @@ def calibrate(
         class_rates: those of the inputs to be predicted, a number for each class (two for a single logit), where they
             are known to be others than those of the loader, and inputs of each class the same. Each class's logit gets
             ``log(rate / rate in the loader)``. Promises go by the samples that are left when each class has lost so
-            many at random that the rest has these rates; with `by_class` sets go by all samples of each class.
+            many at random that the rest has these rates; with `by_class` sets go by all samples of each class. Every
+            class needs some.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
             whose size adapts to the input, with random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each. Without it the report names
@@ -371,7 +372,7 @@ def _retuned(
     measured: ConformalScores,
     retuning: _Retuning,
     scaling: Scaling,
-    weights: Tensor | None,
+    weights: _ClassWeights | None,
 ) -> Posterior:
     """The posterior at the temperature, and the shift of each class, that all held-out labels find most probable. Its
     promises still go by the scores at those that the tuning part found: by all labels, each score would depend on the
@@ -421,11 +422,11 @@ def _checked_rates(likelihood: Likelihood, class_rates: Sequence[float] | Tensor
     return rates
 
 
-def _at_rates(posterior: Posterior, weights: Tensor | None) -> Posterior:
+def _at_rates(posterior: Posterior, weights: _ClassWeights | None) -> Posterior:
     """A posterior whose class shifts also have the logarithms of weights of classes."""
     if weights is None:
         return posterior
-    logs = weights.log()
+    logs = weights.odds.log()
     one_logit = posterior.likelihood.name == "binary"
     added = (logs[1:] - logs[:1]) if one_logit else logs - logs.mean()
     present = posterior.class_shift or (0.0,) * len(added)
@@ -434,6 +435,18 @@ def _at_rates(posterior: Posterior, weights: Tensor | None) -> Posterior:
     told = "moves predictions to the class rates that were given"
     how = told if how is None else f"{how}, and {told}"
     return posterior.at(replace(posterior.settings, class_shift=shift)).noted(tuning={"class shift": how})
+
+
+class _ClassWeights(NamedTuple):
+    """By how much each class is more frequent than in held-out data.
+
+    Attributes:
+        odds: for its probabilities, ``(classes,)``; half a label is added to each class.
+        shares: in proportion to the shares of its samples that stay, ``(classes,)``, by the labels as they are.
+    """
+
+    odds: Tensor
+    shares: Tensor
 
 
 class _HeldOut:
@@ -546,22 +559,25 @@ class _HeldOut:
         ignored = (weights == 0).to(targets.device)
         return replace(batch, weights=None, targets=targets.long().masked_fill(ignored, layout.ignore_index))
 
-    def weights(self, class_rates: list[float]) -> Tensor:
-        """By how much each class is more frequent at these rates than in the data, ``(classes,)``; half a label is
-        added to each class.
+    def weights(self, class_rates: list[float]) -> _ClassWeights:
+        """By how much each class is more frequent at these rates than in the data.
 
         Raises:
-            PosthocUQError: labels are no classes, or others.
+            PosthocUQError: labels are no classes, or others, or a class has none.
         """
-        classes, counts = (
-            len(class_rates),
-            torch.full((len(class_rates),), 0.5, dtype=torch.float64, device="cpu"),
-        )
+        classes = len(class_rates)
+        counts = torch.zeros(classes, dtype=torch.float64, device="cpu")
         with isolated_random_state(self.seed):
             for batch, _ in self._keyed():
                 labels = _class_labels(batch, classes)
                 counts += torch.bincount(labels, minlength=classes)
-        return torch.tensor(class_rates, dtype=torch.float64, device="cpu") / counts * counts.sum()
+        if missing := (counts == 0).nonzero().flatten().tolist():
+            raise PosthocUQError(
+                f"class_rates say how frequent class {missing[0]} will be, and no held-out sample has it, by which "
+                f"anything could be promised of it; give some of each class."
+            )
+        rates = torch.tensor(class_rates, dtype=torch.float64, device="cpu")
+        return _ClassWeights(rates / (counts + 0.5) * (counts + 0.5).sum(), rates / counts)
 
     def split(self, share: float) -> None:
         """Let those samples tune whose hashes are the smallest, the share of them.
@@ -655,7 +671,7 @@ def _measured(
     *,
     all_promise: bool,
     retunes: bool,
-    weights: Tensor | None,
+    weights: _ClassWeights | None,
 ) -> tuple[ConformalScores, _Retuning, RareClasses | None]:
     """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
     all samples; with `weights` of classes each sample stays with the share of its class's weight of the largest one.
@@ -700,7 +716,7 @@ def _measured(
             tuning.append(tunes)
             kept = torch.ones_like(tunes) if all_promise or data.all_in_both else ~tunes
             if weights is not None:
-                staying.append(_staying(batch, weights, data.seed))
+                staying.append(_staying(batch, weights.shares, data.seed))
                 kept = kept if by_class else kept & staying[-1]
             given = cast(Tensor, batch.targets)
             predictor.posterior.likelihood.check(prediction.outputs_mean, given.cpu())
@@ -774,13 +790,13 @@ def _measured(
     return found_scores, retuning, rare
 
 
-def _staying(batch: Batch, weights: Tensor, seed: int) -> Tensor:
+def _staying(batch: Batch, shares: Tensor, seed: int) -> Tensor:
     """Which samples ``(samples,)`` stay, so that classes have the rates that their weights lead to: a function of the
     samples and the seed alone.
     """
     targets = cast(Tensor, batch.targets)
     keys = sample_keys((*batch.tensors, targets), count_samples(batch), mixed_seed(seed, 3)).cpu()
-    return uniforms(keys, 1).squeeze(1) < (weights / weights.max())[_class_labels(batch, len(weights))]
+    return uniforms(keys, 1).squeeze(1) < (shares / shares.max())[_class_labels(batch, len(shares))]
 
 
 def _left(first: Tensor, second: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:

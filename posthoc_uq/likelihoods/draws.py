@@ -153,7 +153,13 @@ class OutputGaussian(NamedTuple):
         covariance = self.covariance
         if isinstance(covariance, LogitCovariance):
             own = of_rows.to(covariance.rest)
-            covariance = LogitCovariance(covariance.root * own.unsqueeze(-1), covariance.rest * own.square())
+            root = covariance.root * own.unsqueeze(-1)
+            if covariance.given is None:
+                covariance = LogitCovariance(root, covariance.rest * own.square())
+            else:  # how a logit varies given all others is another question then
+                rows = root.flatten(0, -3)
+                found = of_covariance(rows[..., 0], rows @ rows.transpose(1, 2))
+                covariance = found.mapped(lambda part: part.unflatten(0, root.shape[:-2]))
         elif covariance is not None:
             own = of_rows.to(covariance)
             covariance = covariance * own * own.unsqueeze(-1)
