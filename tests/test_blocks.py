@@ -194,7 +194,10 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
 
 def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Module, Posterior]) -> None:
     model, posterior = spikes
-    assert posterior.tunable == {"temperature", "class_shift", "class_scale"} and posterior.width_parameter is None
+    assert (
+        posterior.tunable == {"temperature", "class_shift", "class_scale"}
+        and posterior.width_parameter is None
+    )
     shown = posterior.report().summary
     assert "temperature" in shown and not {"scale", "prior precision", "residual weight"} & shown.keys()
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))

@@ -1446,7 +1446,16 @@ def _several(option: Any) -> list[Any]:
 
 
 def test_every_option_that_names_a_file_is_known() -> None:
-    no_files = {"device", "data_root", "split", "val_split", "host", "maps", "weights_prefix", "referral_score"}
+    no_files = {
+        "device",
+        "data_root",
+        "split",
+        "val_split",
+        "host",
+        "maps",
+        "weights_prefix",
+        "referral_score",
+    }
     for name in COMMANDS:
         for option in options_of(getattr(commands, name)):
             for own in _several(option):
