@@ -185,6 +185,23 @@ def test_a_stage_that_nothing_changes_is_no_oracle() -> None:
     assert float(novelty) < 0.01
 
 
+def test_positions_that_come_first_are_no_stage() -> None:
+    """Also where there are as many as samples in the comparison: the last layer keeps its novelty."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.enter(x.transpose(0, 1))).mean(0))
+
+    torch.manual_seed(0)
+    for length in (2, 3):
+        features = fitted(First(), torch.randn(40, length, 3)).features
+        assert features is not None and features.layer.name == "last" and not features.stages
+
+
 def test_numbers_that_are_not_finite_are_not_hidden_by_other_layers() -> None:
     model, x = made(Pictures), pictures(160, 1)
     features = fitted(model, x).features

@@ -326,7 +326,9 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
 def _stage_agrees(together: Recording, alone: Sequence[Recording], layer: Layer) -> bool:
     """Whether a stage gives two samples of one batch the rows that it gives each of them alone."""
     rows, *others = (calls_of(recording.watched, layer)[0].input for recording in (together, *alone))
-    return rows.shape[0] == len(others) and _agree(torch.cat(others), rows)
+    # where positions come first there may be as many as samples
+    by_sample = all(len(part) == 1 for part in others) and len(rows) == len(others)
+    return by_sample and _agree(torch.cat(others), rows)
 
 
 def _has_channels(layer: Layer) -> bool:
