@@ -202,6 +202,31 @@ def test_positions_that_come_first_are_no_stage() -> None:
         assert features is not None and features.layer.name == "last" and not features.stages
 
 
+def test_positions_that_a_mask_is_not_of_are_no_stage() -> None:
+    """They would see the padding, here by every second position alone."""
+
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.inner, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
+            halved = torch.tanh(self.inner(torch.tanh(self.enter(inputs))[:, ::2]))
+            mask = attention_mask[:, ::2, None]
+            return self.last((halved * mask).sum(1) / mask.sum(1))
+
+    torch.manual_seed(0)
+    x, mask = torch.randn(60, 6, 4), (torch.arange(6) < torch.randint(2, 7, (60, 1))).float()
+    model = Halved()
+    batch = {"inputs": x, "attention_mask": mask, "labels": torch.arange(60) % 3}
+    posterior = uq.fit(model, [batch], prior_precision=1.0, progress=False)
+    assert posterior.features is not None
+    assert [stage.layer.name for stage in posterior.features.stages] == ["enter"]
+    predictor = uq.wrap(model, posterior)
+    padded = predictor.novelty(inputs=F.pad(x, (0, 0, 0, 6)), attention_mask=F.pad(mask, (0, 6)))
+    assert torch.allclose(padded, predictor.novelty(inputs=x, attention_mask=mask))
+
+
 def test_numbers_that_are_not_finite_are_not_hidden_by_other_layers() -> None:
     model, x = made(Pictures), pictures(160, 1)
     features = fitted(model, x).features

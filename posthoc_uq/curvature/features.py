@@ -295,7 +295,7 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
         return None
     capture, layer, samples = prepared.capture, last[0].layer, 1 if pair.whole else 2
-    stages = [] if pair.whole else _stages(prepared, layer)
+    stages = [] if pair.whole else _stages(prepared, layer, pair.attention_mask)
     capture.watched = watched_for(layer, stages)
     together = capture.run(pair, samples)
     alone = [capture.run(pair.narrow(i, 1, samples), 1) for i in range(samples)]
@@ -336,8 +336,10 @@ def _has_channels(layer: Layer) -> bool:
     return layer.convolutional or layer.kind in (Linear.kind, Product.kind)
 
 
-def _stages(prepared: Prepared, last: Layer) -> list[tuple[Layer, str]]:
-    """Layers before the last one that may be stages, and what is told of their inputs."""
+def _stages(prepared: Prepared, last: Layer, mask: Tensor | None) -> list[tuple[Layer, str]]:
+    """Layers before the last one that may be stages, and what is told of their inputs. Where a mask leaves positions
+    out, only those whose positions it is of: others would see how far a batch is padded.
+    """
     weights = [tracked.layer.weight for tracked in prepared.found]
     before = [t for t in prepared.found[: weights.index(last.weight)] if t.layer.rule.matrices]
     alone = [t for t in before if t.uses == 1 and _has_channels(t.layer)]
@@ -346,7 +348,8 @@ def _stages(prepared: Prepared, last: Layer) -> list[tuple[Layer, str]]:
         layer, shape = tracked.layer, tracked.input_shape
         positions = prod(shape[2:]) if layer.convolutional else prod(shape[1:-1])
         fits = len(shape) > 2 and positions > 1 and size_of(layer, "mean") <= _MAX_STAGE + 1
-        if fits and tracked.input_of == layer.weight:
+        masked = mask is None or tuple(mask.shape[1:]) == (positions,)
+        if fits and masked and tracked.input_of == layer.weight:
             several.append(layer)
     if several:
         found = list[tuple[Layer, str]]()
