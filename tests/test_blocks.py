@@ -217,7 +217,9 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
             posterior.with_settings(**{name: 2.0})
     posterior = posterior.noted(head=HeadRecord(name="linearized", options={}, criterion="given"))
     with pytest.warns(UserWarning, match="worse than the model's own"):
-        posterior = uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
+        posterior = uq.tune(
+            posterior, loader, parameters=(), scaling="temperature", n_samples=4, progress=False
+        )
     assert posterior.temperature != 1.0 and posterior.history.head.name == "sampling"
 
 
