@@ -247,7 +247,7 @@ def test_jacobians_of_a_batch_never_exist(wanted: str) -> None:
             nn.Linear(64, 10),
         )
         x = torch.randn(16, 1, 8, 8)
-    posterior = uq.fit(model, [x], prior_precision=1.0, rank=5, progress=False)
+    posterior = uq.fit(model, [x], "inf", prior_precision=1.0, rank=5, progress=False)
     predictor = LinearizedPredictor(model, posterior, memory_budget=2**18)
     predictor(x)
     jacobian = 16 * 10 * posterior.layers["2"].parameters
@@ -387,7 +387,7 @@ def many_classes(**options: Any) -> tuple[nn.Module, Posterior, Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 30)).double()
         x = torch.randn(12, 1, 4, 4, dtype=torch.float64)
-    return model, fitted(model, x[4:], rank=8, **options), x[:4]
+    return model, fitted(model, x[4:], rank=8, **{"method": "inf"} | options), x[:4]
 
 
 @pytest.mark.parametrize("outputs, number", [("auto", 10), ("topk", 10), (3, 3), (5, 5), (99, 30)])

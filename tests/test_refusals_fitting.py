@@ -258,8 +258,8 @@ PROMISES = {
     "rates that are counts": Row(lambda: calibrate(class_rates=[1, 2, 3]), "class_rates"),
     "rates of two halves": Row(lambda: calibrate(class_rates=[0.5, 0.5, 0.5]), "with a sum of 1.5"),
     "rates of fewer classes": Row(lambda: calibrate(class_rates=[0.5, 0.5]), "of 0 to 1; give a rate for each class"),
-    "rates of which nothing is left": Row(
-        lambda: calibrate([(X, Y.clamp(max=1))], class_rates=[1e-6, 1e-6, 1 - 2e-6]), "No held-out sample is left"
+    "rates of a class that is not there": Row(
+        lambda: calibrate([(X, Y.clamp(max=1))], class_rates=[1e-6, 1e-6, 1 - 2e-6]), "no held-out sample has it"
     ),
     "classes jointly": Row(lambda: calibrate(jointly=True), "no values are predicted"),
 }  # fmt: skip

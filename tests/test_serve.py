@@ -945,7 +945,7 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     printed = run_json("serve", *common, "--class-names", names)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", printed["url"])
     image = torch.from_numpy(np.asarray(Image.open(place / "new" / "0.png")).copy()).permute(2, 0, 1)
-    assert answers == [_expected(predictor, predictor(image[None].float() / 255), 0)]
+    assert answers == [_rounded(_expected(predictor, predictor(image[None].float() / 255), 0))]
     assert servers[0].config.http is Connection
     names.write_text("a\nb")
     assert "2 class names" in failure("serve", *common, "--class-names", names)

@@ -99,7 +99,7 @@ def scaled_gaussian(
     outputs = outputs if divisor == 1.0 else outputs.over(divisor)
     if posterior.class_scale:
         factors = _by_class(posterior.class_scale, outputs.mean, posterior)
-        outputs = outputs.by_class(factors, torch.tensor(posterior.class_scale))
+        outputs = outputs.by_class(factors, torch.tensor(posterior.class_scale, device="cpu"))
     if posterior.class_shift:
         shift = _by_class(posterior.class_shift, outputs.mean, posterior)
         outputs = outputs._replace(mean=outputs.mean + shift)

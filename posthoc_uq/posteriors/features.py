@@ -447,6 +447,11 @@ class ClassGrams:
             NonFiniteError: a number is not finite in this dtype.
         """
         all_reduce_sum(self.sums, "the sum for the novelty")
+        if not all(bool(torch.isfinite(each).all()) for each in self.sums.values()):
+            raise NonFiniteError(
+                f"The second moments of what enters layer '{self.source.layer.name}' are not finite: bring the inputs "
+                f"to about unit size."
+            )
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
             raise nothing_counts()
@@ -508,7 +513,13 @@ class FeatureStatistics:
             return
         samples, counts = keys.shape[0], None if weights is None else weights.samples
         parts = [feature_rows(calls, source.layer, samples, attention_mask=batch.attention_mask)]
-        parts += [rows_of_stage(calls, stage.layer, samples) for stage in source.stages]
+        for stage in source.stages:
+            try:
+                parts.append(rows_of_stage(calls, stage.layer, samples))
+            except (
+                PosthocUQError
+            ):  # it ran once for the first batch alone: sums that are no numbers leave it out
+                parts.append(torch.full((samples, stage.size), torch.nan, device=parts[0].device))
         labels = list[Tensor]()
         for grams, rows in zip((self._last, *self._stages), parts, strict=True):
             labels.append(grams.labels(outputs))
