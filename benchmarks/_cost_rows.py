@@ -268,7 +268,7 @@ def calibrate_lenet() -> Found:
     import posthoc_uq as uq
 
     model, batches = network("LeNet", 1000)
-    posterior = fit(model, batches[:4])
+    posterior = fit(model, batches[:4], layers="all")
     calibrate = partial(uq.calibrate, posterior, batches, progress=False)
     taken = processor_seconds(calibrate)
     units = [processor_seconds(lambda: forward(model, batches)) for _ in range(3)]
@@ -279,7 +279,7 @@ def default_fit(name: str, images: int, label: str, size: int = 64) -> Found:
     """In passes over the images."""
     model, batches = network(name, images, size)
     before = processor_seconds(lambda: plain(model, batches))
-    taken = processor_seconds(lambda: fit(model, batches))
+    taken = processor_seconds(lambda: fit(model, batches, layers="all"))
     after = processor_seconds(lambda: plain(model, batches))
     return {label: 2 * taken / (before + after)}
 
@@ -295,7 +295,7 @@ def large_images() -> Found:
     plain(model, batches[:1])
     unit = processor_seconds(lambda: plain(model, batches))
     few, many = given(batches[:3]), given(batches)
-    whole = processor_seconds(lambda: fit(model, batches))
+    whole = processor_seconds(lambda: fit(model, batches, layers="all"))
     unit = (unit + processor_seconds(lambda: plain(model, batches))) / 2
     return {
         "INF of three labels, ResNet-18, 224 px, a further pass": 2 * (many - few) / unit,
@@ -308,12 +308,12 @@ def search(name: str, images: int) -> Found:
     model, batches = network(name, images, 16 if "224" in name else 64)
     plain(model, batches)
     before, kept = processor_seconds(lambda: plain(model, batches)), list[Any]()
-    whole = processor_seconds(lambda: kept.append(fit(model, batches)))
+    whole = processor_seconds(lambda: kept.append(fit(model, batches, layers="all")))
     facts = kept[0].history.fit
     labels = {"fisher": facts["fisher"], "n_samples": facts.get("labels drawn per sample", 1)}
     if labels["fisher"] == "exact":
         del labels["n_samples"]
-    sweeps = processor_seconds(lambda: fit(model, batches, prior_precision=1.0, **labels))
+    sweeps = processor_seconds(lambda: fit(model, batches, layers="all", prior_precision=1.0, **labels))
     unit = (before + processor_seconds(lambda: plain(model, batches))) / 2 / images
     return {f"search of the prior, {name}, {images} images": (whole - sweeps) / unit}
 
