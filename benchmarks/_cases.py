@@ -48,6 +48,24 @@ def lenet() -> nn.Module:
     )
 
 
+WORDS = 6000
+"""Token ids of `Texts`."""
+
+
+class Texts(nn.Module):
+    """A DistilBERT of 5.7 million weights from its configuration, which takes a tensor of token ids."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+        sizes = {"dim": 256, "n_heads": 8, "hidden_dim": 768, "n_layers": 6, "vocab_size": WORDS}
+        self.bert = DistilBertForSequenceClassification(DistilBertConfig(num_labels=classes, **sizes))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.bert(input_ids=ids).logits
+
+
 def of_torchvision(name: str, **options: Any) -> nn.Module:
     """With random weights."""
     import torchvision

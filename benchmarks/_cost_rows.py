@@ -17,13 +17,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _cases import lenet, of_timm, of_torchvision, settle_batchnorm
+from _cases import WORDS, Texts, lenet, of_timm, of_torchvision, settle_batchnorm
 from _harness import MIB, forget_peak, held_memory, multiple, peak_memory, processor_seconds
 from torch import Tensor, nn
 
 Found = dict[str, float]
 Batches = list[tuple[Tensor, Tensor]]
-CLASSES, WORDS = 10, 6000
+CLASSES = 10
 
 
 class CostRow(NamedTuple):
@@ -86,20 +86,6 @@ def predictor_of(model: nn.Module, posterior: Any) -> Callable[[Tensor], Tensor]
     return lambda x: wrapped(x).probs
 
 
-class _Texts(nn.Module):
-    """A DistilBERT of 5.7 million weights, which takes a tensor of token ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import DistilBertConfig, DistilBertForSequenceClassification
-
-        sizes = {"dim": 256, "n_heads": 8, "hidden_dim": 768, "n_layers": 6, "vocab_size": WORDS}
-        self.bert = DistilBertForSequenceClassification(DistilBertConfig(num_labels=CLASSES, **sizes))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.bert(input_ids=ids).logits
-
-
 def _vit() -> nn.Module:
     return of_timm("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES)
 
@@ -119,7 +105,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet-18, 224 px": (_resnet, (3, 224, 224)),
     "mobilenet, 64 px": (_mobilenet, (3, 64, 64)),
     "vit_tiny, 64 px": (_vit, (3, 64, 64)),
-    "DistilBERT": (_Texts, (24,)),
+    "DistilBERT": (partial(Texts, CLASSES), (24,)),
 }
 
 

@@ -24,13 +24,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from statistics import median_low
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from _cases import lenet, of_timm, of_torchvision, settle_batchnorm
+from _cases import WORDS, Texts, lenet, of_timm, of_torchvision, settle_batchnorm
 from _harness import Row, machine, output_file, table, write_json
 from between_commits import CLASSES, mlp
 from torch import Tensor, nn
@@ -42,25 +42,11 @@ from posthoc_uq.curvature.sweep import Sweep
 from posthoc_uq.fitting.faithful import Score
 
 BATCH, BATCHES = 8, 2
-WORDS, LENGTH = 6000, 24
+LENGTH = 24
 READS = frozenset("item tolist cpu numpy __bool__ __float__ __int__ __index__".split())
 """Methods of a tensor by which Python gets numbers."""
 SIZED = frozenset("nonzero equal _unique2 unique_dim masked_select".split())
 """Operations whose result the host must wait for."""
-
-
-class Texts(nn.Module):
-    """A DistilBERT of 5.4 million weights from its configuration, which takes a tensor of token ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import DistilBertConfig, DistilBertForSequenceClassification
-
-        sizes = {"dim": 256, "n_heads": 8, "hidden_dim": 768, "n_layers": 6, "vocab_size": WORDS}
-        self.bert = DistilBertForSequenceClassification(DistilBertConfig(num_labels=CLASSES, **sizes))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.bert(input_ids=ids).logits
 
 
 class Case(NamedTuple):
@@ -79,7 +65,7 @@ CASES: dict[str, Case] = {
     "vit_tiny, 64 px": Case(
         lambda: of_timm("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES), (3, 64, 64)
     ),
-    "distilbert": Case(Texts, (LENGTH,), tokens=True),
+    "distilbert": Case(partial(Texts, CLASSES), (LENGTH,), tokens=True),
 }
 
 

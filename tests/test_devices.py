@@ -254,6 +254,36 @@ def regresses(device: torch.device) -> dict[str, Any]:
     return prediction.to_dict() | {"drawn": prediction.sample(2, torch.Generator().manual_seed(0))}
 
 
+def moves_the_mean(device: torch.device) -> dict[str, Any]:
+    """Of a last layer, exactly."""
+    model, found = network(2, device), dict[str, Any]()
+    methods: tuple[Any, ...] = ("full", uq.KFAC(keep_grams=True))
+    for method in methods:
+        posterior = fitted(model, method, layers="last", likelihood="regression", noise_variance=0.1)
+        moved = uq.update(posterior, batched(regression(10)), mean=True, progress=False)
+        found[str(method)] = uq.wrap(model, moved)(images(6, 3)[0].to(device)).to_dict()
+    return found
+
+
+def scales_classes(device: torch.device) -> dict[str, Any]:
+    """By every head, and for given rates."""
+    model, found = network(device=device), dict[str, Any]()
+    x = images(6, 3)[0].to(device)
+    for scaling in ("bias", "vector"):
+        posterior = uq.calibrate(
+            fitted(model, "diag"),
+            batched(images(90, 4)),
+            scaling=scaling,
+            class_rates=[0.2, 0.3, 0.5],
+            progress=False,
+        )
+        found[scaling] = posterior.class_shift
+        for head in heads_of(posterior):
+            options: dict[str, Any] = {"n_samples": 3} if head == "sampling" else {}
+            found[f"{scaling}, {head}"] = uq.wrap(model, posterior, head, **options)(x).to_dict()
+    return found
+
+
 def tunes(device: torch.device) -> dict[str, Any]:
     posterior = fitted(network(device=device))
     posterior = uq.tune(posterior, batched(images(seed=4)), progress=False, max_evaluations=2)
@@ -495,6 +525,8 @@ WORKS: dict[str, Work] = {
     "moments, full": predicts("moments", cov="full"),
     "moments, bridge": predicts("moments", link="bridge"),
     "regression": regresses,
+    "moved mean": moves_the_mean,
+    "scaled classes": scales_classes,
     "tuning": tunes,
     "faithful": searches_faithfully,
     "weights by a model's own code": computes_weights,

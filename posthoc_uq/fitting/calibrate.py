@@ -471,9 +471,8 @@ class _HeldOut:
         self.loader, self._reader, self._likelihood, self.joins = loader, reader, likelihood, joins
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
-        self._kept: list[tuple[Batch, Tensor]] | None = (
-            None  # all batches and their hashes, where they are few
-        )
+        # all batches and their hashes, where they are few
+        self._kept: list[tuple[Batch, Tensor]] | None = None
         self._content = 0  # the sum of all hashes, by which every pass is compared with the first
         self.samples = self.tuning = 0
 

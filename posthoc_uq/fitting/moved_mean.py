@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double, widest_dtype
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.curvature.features import feature_rows, watched_for
@@ -123,5 +123,6 @@ def _products(posterior: Posterior, layer: Layer, gradient: Tensor) -> Iterator[
     for part in torch.arange(flat.shape[1], device="cpu").split(_ROWS):
         units = torch.zeros(len(part), flat.shape[1], dtype=flat.dtype, device="cpu")
         units[torch.arange(len(part), device="cpu"), part] = 1.0
-        rows = torch.cat([units, flat]).reshape(-1, 1, *gradient.shape).to(posterior.device)
+        rows = torch.cat([units, flat]).reshape(-1, 1, *gradient.shape)
+        rows = rows.to(posterior.device, widest_dtype(posterior.device))
         yield host_double(posterior.quadratic({layer.name: rows}))[:-1, -1]

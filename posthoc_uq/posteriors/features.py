@@ -516,9 +516,8 @@ class FeatureStatistics:
         for stage in source.stages:
             try:
                 parts.append(rows_of_stage(calls, stage.layer, samples))
-            except (
-                PosthocUQError
-            ):  # it ran once for the first batch alone: sums that are no numbers leave it out
+            except PosthocUQError:
+                # it ran once for the first batch alone: sums that are no numbers leave it out
                 parts.append(torch.full((samples, stage.size), torch.nan, device=parts[0].device))
         labels = list[Tensor]()
         for grams, rows in zip((self._last, *self._stages), parts, strict=True):
