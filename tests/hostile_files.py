@@ -28,14 +28,14 @@ import h5py
 import numpy as np
 import torch
 from networks import short_options
-from storage_helpers import CALIBRATION, PROMISES, kind_of, sealed
+from storage_helpers import CALIBRATION, LEFT_OUT, PROMISES, kind_of, sealed
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError, methods
 from posthoc_uq.likelihoods import ConformalScores
 from posthoc_uq.methods import checkpoint, read_snapshot, write_snapshot
-from posthoc_uq.posteriors import ScaleCorrection
+from posthoc_uq.posteriors import LeaveOneOut, ScaleCorrection
 
 METHODS: dict[str, dict[str, Any]] = {
     name: {"likelihood": "classification"} | short_options(name) for name in methods.METHODS
@@ -257,6 +257,8 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
         calibration = ScaleCorrection(**CALIBRATION) if method == "inf" else None
         promises = ConformalScores(**PROMISES) if method in ("inf", "kfac") else None
         history = replace(posterior.history, calibration=calibration, promises=promises)
+        if method in ("inf", "efb"):
+            history = replace(history, leave_one_out=LeaveOneOut(**LEFT_OUT[METHODS[method]["likelihood"]]))
         posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")
     for number, name in zip(range(count), cycle(METHODS), strict=False):

@@ -51,6 +51,11 @@ PROMISES: dict[str, Any] = {
     "tails": {"entropy": {"values": [2.0, 0.5, 0.1], "shares": [1 / 3, 2 / 3, 1.0]}},
     "wrong": {"entropy": [0, 1, 1], "joint": [0, 0, 1]},
 }
+_OF_ROWS: dict[str, Any] = {"samples": 20, "rows": 18, "initialisations": 3, "ridge": 0.1}
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "classification": {"accuracy": 0.9, "temperature": 1.5, **_OF_ROWS},
+    "regression": {"noise_variance": [0.5, 1.0, 2.0], "noise_scale": 1.2, **_OF_ROWS},
+}
 CALIBRATION: dict[str, Any] = {
     **{"alpha": 0.1, "beta": 1.0, "residual": 0.1, "before": 0.2, "n_mc": 10},
     "head": {"weights": "row"},

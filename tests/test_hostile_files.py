@@ -28,7 +28,7 @@ import PIL.Image
 import pytest
 import torch
 from hostile_files import Image, batches, fit, model
-from storage_helpers import FAITHFUL, PROMISES, edit, mutations, sealed
+from storage_helpers import FAITHFUL, LEFT_OUT, PROMISES, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
@@ -304,6 +304,8 @@ def test_a_basis_at_the_tolerance_always_loads_or_never() -> None:
 GONE = object()  # the key is deleted
 ENTROPY = ("history", "promises", "inputs", "entropy")
 TAIL = ("history", "promises", "tails", "entropy")
+FOUND = ("history", "leave_one_out")
+OF_CLASSES, OF_REGRESSION = LEFT_OUT["classification"], LEFT_OUT["regression"]
 RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("method",), GONE, "has no 'method'"),
     ("inf", ("method",), "magic", "method must be one of"),
@@ -394,6 +396,14 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("history", "faithful", "value"), {"x": 1.0}, "name every layer once"),
     ("inf", ("history", "faithful", "divergence"), float("nan"), "divergence must be a number"),
     ("inf", ("history", "faithful", "settings"), {"temperature": 1.0}, "settings"),
+    ("inf", FOUND, {**OF_CLASSES, "accuracy": 1.5}, "accuracy must be at most 1"),
+    ("inf", FOUND, {**OF_CLASSES, "rows": 2**63}, "rows must be"),
+    ("inf", FOUND, {**OF_CLASSES, "rows": 21}, "has left out 21 of 20"),
+    ("inf", FOUND, {**OF_CLASSES, "noise_scale": 1.0}, "accuracy and temperature, or noise_variance"),
+    ("inf", FOUND, OF_REGRESSION, "of other outputs"),
+    ("efb", FOUND, {**OF_REGRESSION, "noise_variance": [1.0] * 2}, "of other outputs"),
+    ("efb", FOUND, {**OF_REGRESSION, "noise_variance": [1.0, 1.0, -1.0]}, "noise_variance.2."),
+    ("efb", FOUND, OF_CLASSES, "an accuracy by leave-one-out"),
     ("inf", ("history", "calibration"), {"alpha": "x"}, "alpha must be"),
     ("inf", ("history", "output"), {"guessed": True}, "one of name, index and function"),
     ("inf", ("history", "output"), {"guessed": True, "name": "a", "index": 1}, "one of name, index"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ from storage_helpers import (
     CALIBRATION,
     FAITHFUL,
     KINDS,
+    LEFT_OUT,
     PROMISES,
     draw,
     edit_state,
@@ -55,7 +56,9 @@ from posthoc_uq.posteriors import (
     DiagonalBlock,
     FaithfulRecord,
     HeadRecord,
+    History,
     InformationBlock,
+    LeaveOneOut,
     LeftOutRecord,
     ScaleCorrection,
 )
@@ -170,6 +173,7 @@ RECORDS = {
     "head": HeadRecord,
     "faithful": FaithfulRecord,
     "left_out": LeftOutRecord,
+    "leave_one_out": LeaveOneOut,
     "calibration": ScaleCorrection,
     "changes": ChangesRecord,
     "output": OutputChoice,
@@ -190,6 +194,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         ],
         "faithful": [(FAITHFUL, "of at most 0.01 nats"), (by_layer, "infinitely many")],
         "left_out": [({"temperature": 3.0, "noise_scale": 1.0}, "")],
+        "leave_one_out": [(LEFT_OUT["classification"], "")],
         "promises": [
             (kept, "p-values of entropy, joint; by 3 held-out samples"),
             (PROMISES, "void: those of 3 held-out samples are of other hyperparameters"),
@@ -208,6 +213,47 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         assert found[name] == {key: v for key, v in value.items() if v != float("inf")}
         save(loaded, tmp_path / "again.h5")
         assert (tmp_path / "again.h5").read_bytes() == path.read_bytes()
+
+
+def test_every_record_of_the_history_is_one_of_the_file() -> None:
+    plain_values, for_people = {"fit", "deterministic", "tuning", "novelty", "inputs"}, {"trials"}
+    assert {each.name for each in fields(History)} == plain_values | for_people | RECORDS.keys()
+
+
+NEXT_CALLS: dict[str, Callable[[Posterior, Any], Posterior]] = {
+    "calibrate": lambda posterior, rows: uq.calibrate(posterior, rows, progress=False),
+    "tune": lambda posterior, rows: uq.tune(posterior, rows, progress=False),
+    "tune, faithful": lambda posterior, rows: uq.tune(posterior, rows, criterion="faithful", progress=False),
+    "update": lambda posterior, rows: uq.update(posterior, rows, progress=False),
+}
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_a_loaded_posterior_goes_on_as_the_one_that_was_saved(likelihood: str, tmp_path: Path) -> None:
+    """What follows is the same, bit for bit; a file without what leave-one-out found is as it was."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(180, 2, generator=generator)
+    y = x.sin() + 0.4 * torch.randn(180, 2, generator=generator)
+    y = y if likelihood == "regression" else (y[:, 0] > 0).long() + (y[:, 1] > 0.5).long()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2 if likelihood == "regression" else 3))
+    posterior = uq.fit(model, [(x[:80], y[:80])], likelihood=likelihood, progress=False)
+    found, path, rows = posterior.history.leave_one_out, tmp_path / "p.h5", [(x[80:], y[80:])]
+    assert found is not None and (found.accuracy is None) is (likelihood == "regression")
+    save(posterior, path)
+    loaded = load(path, model)
+    assert loaded.history.leave_one_out == found
+    for call in NEXT_CALLS.values():
+        one, other = call(posterior, rows), call(loaded, rows)
+        assert same_bits(tensors_of(one), tensors_of(other)) and plain(one) == plain(other)
+        assert repr(one.history.trials) == repr(other.history.trials)
+    report = [str(uq.evaluate(uq.wrap(model, each), rows, progress=False)) for each in (posterior, loaded)]
+    assert report[0] == report[1]
+    promising = uq.calibrate(loaded, rows, progress=False).history.promises.samples
+    assert (promising == 100) is (likelihood == "regression")
+    edit_state(path, lambda state: state["history"].pop("leave_one_out"))
+    earlier = uq.calibrate(load(path, model), rows, progress=False)
+    assert 30 < earlier.history.promises.samples < 70
 
 
 def test_thresholds_that_an_earlier_version_set_are_left_out(saved: Saved) -> None:

@@ -50,6 +50,7 @@ from posthoc_uq.posteriors.history import (
     FaithfulRecord,
     HeadRecord,
     History,
+    LeaveOneOut,
     LeftOutRecord,
     ScaleCorrection,
 )
@@ -252,6 +253,7 @@ class HistoryRecord(Record):
     head: Annotated[HeadRecord, AfterValidator(_check_options)] | None = None
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
+    leave_one_out: LeaveOneOut | None = None
     calibration: ScaleCorrection | None = None
     promises: Annotated[ConformalScores, AfterValidator(_check_promises)] | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
@@ -365,6 +367,15 @@ class Description(Record):
                     f"its outputs"
                 )
             outputs = targets_per_sample
+        found = self.history.leave_one_out
+        if found is not None:
+            known = likelihood.noise_variance
+            if found.noise_variance is None and not likelihood.logits:
+                raise ValueError(f"has the likelihood {likelihood.name!r}, and an accuracy by leave-one-out")
+            if found.noise_variance is not None and (
+                known is None or len(known) != len(found.noise_variance)
+            ):
+                raise ValueError("has a noise by leave-one-out of other outputs than its likelihood's")
         if outputs is not None:
             if not likelihood.accepts_output_count(outputs):
                 raise ValueError(

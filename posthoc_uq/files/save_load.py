@@ -395,12 +395,11 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         ``fingerprint``, ``buffers_fingerprint`` and ``others_fingerprint`` (None where the model has no buffers, or no
         parameters without a posterior), ``method``, ``likelihood``, ``scale``, ``prior_precision``,
         ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``,
-        ``head``, ``faithful``, ``left_out``, ``calibration``, ``promises`` (held-out scores), ``changes`` (of the data
-        since the fit),
-        ``output`` (the part of what the model returns), ``parameters``, ``trained_mean`` (names of the parameters that
-        it has), ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes)
-        and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype,
-        and bytes).
+        ``head``, ``faithful``, ``left_out``, ``leave_one_out``, ``calibration``, ``promises`` (held-out scores),
+        ``changes`` (of the data since the fit), ``output`` (the part of what the model returns), ``parameters``,
+        ``trained_mean`` (names of the parameters that it has), ``features`` (what is kept of the last layer's inputs,
+        or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks
+        and correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -413,7 +412,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         description, slots = _described(structure, head)
     plain = description.plain()
     history: dict[str, Any] = plain["history"]
-    optional = ("head", "faithful", "left_out", "calibration", "promises", "changes", "output", "inputs")
+    optional = ("head", "faithful", "left_out", "leave_one_out", "calibration", "promises", "changes")
     contents = {
         "format_version": header.FORMAT,
         "library_version": head.release,
@@ -426,7 +425,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         "likelihood": description.likelihood,
         "evidence": plain["evidence"],
         **{name: history[name] for name in ("fit", "tuning", "deterministic")},
-        **{name: history.get(name, {}) for name in optional},
+        **{name: history.get(name, {}) for name in (*optional, "output", "inputs")},
         "parameters": sum(layer.parameters for layer in description.layers_by_name().values()),
         "trained_mean": description.trained_mean,
         "features": plain.get("features"),

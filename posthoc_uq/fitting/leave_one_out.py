@@ -377,12 +377,18 @@ def set_by_leave_one_out(
         for rows in torch.arange(len(targets), device="cpu").chunk(_PARTS):
             parts.append((leave_one_out(kernel[rows][:, rows], targets[rows]), given[rows]))
     growth = _Growth((left_out, given), parts, log(samples / len(targets)) / log(_PARTS))
-    facts = (samples, len(targets), len(starts), left_out.ridge, initial is not None)
+    facts: dict[str, Any] = {
+        "samples": samples,
+        "rows": len(targets),
+        "initialisations": len(starts),
+        "ridge": left_out.ridge,
+        "initial": initial is not None,
+    }
     if likelihood.logits:
         accuracy = 1 - growth.of_all(lambda found, _: 1 - found.accuracy)
         decades = growth.of_all(lambda found, logits: log10(likeliest_temperature(logits, found)))
         temperature = new_temperature(given, accuracy, left_out.units, 10.0**decades)
-        return _with(posterior, LeaveOneOut(accuracy, None, temperature, None, *facts))
+        return _with(posterior, LeaveOneOut(accuracy=accuracy, temperature=temperature, **facts))
     residuals = (given.reshape(targets.shape) - targets).square().mean(0)
     outputs_errors = [
         growth.of_all(lambda found, _, n=n: float(found.squared_error[n])) for n in range(targets.shape[1])
@@ -390,7 +396,7 @@ def set_by_leave_one_out(
     error = torch.tensor(outputs_errors, dtype=torch.float64, device="cpu")
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
-    return _with(posterior, LeaveOneOut(None, error, None, scale, *facts))
+    return _with(posterior, LeaveOneOut(noise_variance=error, noise_scale=scale, **facts))
 
 
 def _with(posterior: Posterior, found: LeaveOneOut) -> Posterior:

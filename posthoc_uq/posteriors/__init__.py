@@ -39,6 +39,7 @@ from posthoc_uq.posteriors.history import (
     FaithfulRecord,
     HeadRecord,
     History,
+    LeaveOneOut,
     LeftOutRecord,
     ScaleCorrection,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "KroneckerBlock",
     "LayerPriors",
     "LayerRows",
+    "LeaveOneOut",
     "LeftOutRecord",
     "MeanFieldBlock",
     "Mode",

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf, isfinite, isnan
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.batches import InputRecord
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.options import Natural, Temperature, Unit
+from posthoc_uq.core.options import LARGEST, Count, Natural, Temperature, Unit
 from posthoc_uq.core.outputs import OutputChoice
-from posthoc_uq.core.records import Digest, Name, Plain, Record, Simple, SumOfSquares, among
+from posthoc_uq.core.records import Digest, Listed, Name, Plain, Record, Simple, SumOfSquares, among
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.posteriors.settings import (
     HEADS,
@@ -150,13 +151,13 @@ class Trials:
             )
 
 
-@dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Record):
     """What leave-one-out found and set; prints itself.
 
     Attributes:
         accuracy: the estimated accuracy on new inputs, of classes; None of a regression.
-        noise_variance: the estimated squared error of each output on new inputs, ``(outputs,)``; None of classes.
+        noise_variance: the estimated squared error of each output on new inputs, ``(outputs,)`` float64; None of
+            classes.
         temperature: that was set; None of a regression.
         noise_scale: that was set: the factor on the noise variance of the fit; None of classes.
         samples: of the training data.
@@ -166,15 +167,27 @@ class LeaveOneOut:
         initial: whether the untrained networks were given.
     """
 
-    accuracy: float | None
-    noise_variance: Tensor | None
-    temperature: float | None
-    noise_scale: float | None
-    samples: int
-    rows: int
-    initialisations: int
-    ridge: float
+    accuracy: Unit | None = None
+    noise_variance: (
+        Annotated[Tensor, Listed(Annotated[list[SumOfSquares], Field(min_length=1)], torch.float64)] | None
+    ) = None
+    temperature: Temperature | None = None
+    noise_scale: Annotated[float, Field(gt=0, le=1e300)] | None = None
+    samples: Count
+    rows: Count
+    initialisations: Count
+    ridge: Annotated[float, Field(gt=0, le=LARGEST)]
     initial: bool = False
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> LeaveOneOut:
+        of_classes = (self.accuracy is None, self.temperature is None)
+        of_regression = (self.noise_variance is None, self.noise_scale is None)
+        if {of_classes, of_regression} != {(True, True), (False, False)}:
+            raise ValueError("must have accuracy and temperature, or noise_variance and noise_scale")
+        if self.rows > self.samples:
+            raise ValueError(f"has left out {self.rows} of {self.samples} samples")
+        return self
 
     def __str__(self) -> str:
         if self.temperature is not None:
@@ -246,7 +259,9 @@ class FaithfulRecord(Record):
 
 
 class LeftOutRecord(Record):
-    """What leave-one-out found; 1 where it looked for the other."""
+    """The most probable temperature and noise scale before a held-out label is seen, by leave-one-out; 1 for the one
+    that it did not look for.
+    """
 
     temperature: Temperature
     noise_scale: Annotated[float, Field(gt=0, le=1e300)]
@@ -333,7 +348,8 @@ class History:
         tuning: how each hyperparameter was chosen, in words.
         head: that predicts, and by what the hyperparameters were found.
         faithful: the faithful prior precision, or scale.
-        left_out: what leave-one-out found, around which held-out labels search theirs.
+        left_out: the values around which held-out labels search theirs.
+        leave_one_out: what leave-one-out estimated and set.
         calibration: the moments head's correction.
         promises: the held-out scores by which predictions promise.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
@@ -341,8 +357,7 @@ class History:
         changes: of the data since the fit.
         output: which part of what the model returns its outputs are; None where it returns a tensor.
         inputs: of the fit's first batch, by name.
-        trials: all that the last search tried; no part of a file.
-        leave_one_out: what leave-one-out estimated and set; no part of a file.
+        trials: all that the last search tried, for people to read; no part of a file.
     """
 
     fit: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -351,6 +366,7 @@ class History:
     head: HeadRecord | None = None
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
+    leave_one_out: LeaveOneOut | None = None
     calibration: ScaleCorrection | None = None
     promises: ConformalScores | None = None
     novelty: str = ""
@@ -358,7 +374,6 @@ class History:
     output: OutputChoice | None = None
     inputs: Mapping[str, InputRecord] = field(default_factory=lambda: dict[str, InputRecord]())
     trials: Trials | None = field(default=None, compare=False)
-    leave_one_out: LeaveOneOut | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("fit", "deterministic", "tuning"):
