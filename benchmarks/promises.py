@@ -8,8 +8,7 @@ A perceptron is trained and fitted on 60 % of a table, once. In every split half
 `uq.calibrate`, which tunes by one half of them and keeps the scores of the other (of values whose noise
 leave-one-out found, of all); the rest are predicted. The band is what a promise of level 1 - a from n scores says of
 the mean coverage: from 1 - a to 1 - a + 1 / (n + 1); for sets the upper bound is left out where the most probable class
-was added to empty ones. "error" is the standard error of the mean over the splits, which share their rows, so that the
-true one is somewhat larger.
+was added to empty ones. "error" is the standard error over the splits of the mean coverage that the band is of.
 
 Four of the tables have networks that predict the noise of every row beside its mean (`likelihood="heteroscedastic"`).
 
@@ -214,7 +213,8 @@ def _summary(rows: Sequence[dict[str, float]], level: float) -> dict[str, Any]:
     values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float64) for key in rows[0]}
     means = {key: float(value.mean()) for key, value in values.items()}
     n = means.pop("n")
-    error = float(values["coverage, familiar"].std() / count**0.5) if count > 1 else float("nan")
+    judged = values.get("coverage with empty sets", values["coverage, familiar"])  # what the band is of
+    error = float(judged.std() / count**0.5) if count > 1 else float("nan")
     return {"n": round(n), "band": f"{level:.3f} to {level + 1 / (n + 1):.3f}", "error": error, **means}
 
 
