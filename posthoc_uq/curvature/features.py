@@ -8,13 +8,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import prod, sqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, count_samples
-from posthoc_uq.core.devices import without_autocast
+from posthoc_uq.core.devices import at_least_float32, without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
@@ -114,14 +115,16 @@ def stage_rows(layer: Layer, source: str, x: Tensor, attention_mask: Tensor | No
         attention_mask: `Batch.attention_mask`; positions that it leaves out do not count.
     """
     with without_autocast(x.device.type):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = at_least_float32(x)
         x = x if layer.convolutional else layer.rule.features(x)
+        if source == "row":
+            return F.pad(x, (0, 1), value=1.0)
         grid = tuple(x.shape[2:]) if layer.convolutional else tuple(x.shape[1:-1])
-        shares = None if source == "row" else _shares_of_positions(attention_mask, x, grid)
-        parts = [x] if source == "row" else _moments(x, layer.convolutional, source != "mean", shares)
+        shares = _shares_of_positions(attention_mask, x, grid)
+        parts = _moments(x, layer.convolutional, source != "mean", shares)
         if source == "roughness":
             parts.append(_roughness(x, None if shares is None else shares.reshape(len(x), *grid)))
-        return torch.cat([*parts, parts[0].new_ones(()).expand(x.shape[0], 1)], 1)
+        return F.pad(torch.cat(parts, 1), (0, 1), value=1.0)
 
 
 def _shares_of_positions(mask: Tensor | None, x: Tensor, grid: tuple[int, ...]) -> Tensor | None:
@@ -146,12 +149,11 @@ def _moments(x: Tensor, channels_first: bool, deviation: bool, shares: Tensor | 
     if deviation:
         apart = x - means
         if shares is not None:
-            squares = (apart.square() * shares).sum(dim)
+            found.append((apart.square() * shares).sum(dim).sqrt())
         elif channels_first:
-            squares = torch.linalg.vector_norm(apart, dim=2).square() / count
+            found.append(torch.linalg.vector_norm(apart, dim=2) / sqrt(count))
         else:
-            squares = apart.square_().sum(1) / count
-        found.append(squares.sqrt())
+            found.append((apart.square_().sum(1) / count).sqrt())
     return found
 
 
@@ -159,21 +161,23 @@ def _roughness(x: Tensor, shares: Tensor | None) -> Tensor:
     """The root of the mean square of the differences of neighbours, ``(samples, channels)``, the mean of the squares
     over the directions of the positions ``(samples, channels, *positions)``.
     """
-    directions: list[Tensor] = []
-    for dim in range(2, x.ndim):
+    positions = list(range(2, x.ndim))
+    directions = list[Tensor]()
+    for dim in positions:
         if x.shape[dim] < 2:
             continue
-        apart = (x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)).flatten(2)
+        apart = x.diff(dim=dim)
         if shares is None:
-            squares = torch.linalg.vector_norm(apart, dim=2).square() / apart.shape[2]
+            root = torch.linalg.vector_norm(apart, dim=positions) / sqrt(prod(apart.shape[2:]))
         else:  # of pairs that count both
             size = shares.shape[dim - 1] - 1
             both = (shares.narrow(dim - 1, 1, size) * shares.narrow(dim - 1, 0, size)).flatten(1).unsqueeze(1)
-            squares = (apart.square() * both).sum(2) / both.sum(2).clamp(min=torch.finfo(x.dtype).tiny)
-        directions.append(squares)
+            total = both.sum(2).clamp(min=torch.finfo(x.dtype).tiny)
+            root = ((apart.flatten(2).square() * both).sum(2) / total).sqrt()
+        directions.append(root)
     if not directions:
         return torch.zeros_like(x.flatten(2)[:, :, 0])
-    return (sum(directions[1:], directions[0]) / len(directions)).sqrt()
+    return torch.linalg.vector_norm(torch.stack(directions), dim=0) / sqrt(len(directions))
 
 
 def feature_rows(

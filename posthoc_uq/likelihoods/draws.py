@@ -319,10 +319,12 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
         inner = torch.addcmul(inner, raised, unit, value=share)
         factor, failed = torch.linalg.cholesky_ex(inner)
         factor = factor.masked_fill(failed.bool().reshape(-1, 1, 1), math.nan)
-    inverse = torch.linalg.solve_triangular(factor, unit.expand_as(factor), upper=False)
-    root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
-    rest = 1 / dual.square().sum(-1)
-    return _spread(root, rest, None, mean, root - rest.unsqueeze(-1) * dual)
+    batch = factor.shape[0]
+    root = torch.bmm(contrasts.expand(batch, -1, -1), factor)
+    dual = torch.linalg.solve_triangular(factor, contrasts.T.expand(batch, -1, -1), upper=False)
+    rest = dual.square().sum(1).reciprocal()
+    given = torch.addcmul(root, rest.unsqueeze(2), dual.transpose(1, 2), value=-1)
+    return _spread(root, rest, None, mean, given)
 
 
 @lru_cache(maxsize=32)
