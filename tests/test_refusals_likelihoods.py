@@ -100,7 +100,13 @@ ROWS = {
     # targets and outputs, by the likelihood
     "labels of which": Row(
         lambda: check(uq.Multilabel(), (4, 3), torch.zeros(4)), r"0 or 1 for each of 3 labels.*not \(4,\)"),
-    "half a label": Row(lambda: check(uq.Multilabel(), (4, 3), torch.full((4, 3), 0.5)), "must be 0 or 1"),
+    "one and a half labels": Row(
+        lambda: check(uq.Multilabel(), (4, 3), torch.full((4, 3), 1.5)), "must be 0 or 1, or probabilities"),
+    "soft labels of tokens before": Row(
+        lambda: check(uq.Categorical(-1, next_token=True), (2, 4, 3), torch.full((2, 4, 3), 1 / 3)),
+        "leave next_token out"),
+    "soft labels of pixels": Row(
+        lambda: check(uq.Categorical(), (2, 3, 4, 4), torch.full((2, 3, 4, 4), 0.5)), "of sum 1.*zeros alone"),
     "no dimension of labels": Row(lambda: check(uq.Multilabel(), (4,)), r"outputs of shape \(samples, labels\)"),
     "half a count": Row(
         lambda: check(uq.Poisson(), (4, 1), torch.full((4,), 0.5)), "whole numbers of at least 0; these run from 0.5"),

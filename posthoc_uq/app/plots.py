@@ -115,7 +115,8 @@ def reliability_diagram(
     panel always has bins of equal width, since bins of equal mass would all have the same height.
 
     Args:
-        predictions: by model, its probs (inputs, classes) and the integer labels (inputs,).
+        predictions: by model, its probs (inputs, classes) and the integer labels (inputs,), or soft labels in the
+            shape of the probs.
         bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
         binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
     """

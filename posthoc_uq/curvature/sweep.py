@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from math import isfinite
+from math import isfinite, isnan, nan
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -136,8 +136,11 @@ class ConfidenceGap:
         if top is None or targets is None or targets.numel() != len(top) or batch.weights is not None:
             self._known = False
             return
-        right = self._likelihood.predicted_class(outputs) == targets.reshape(-1)
-        checks.add((right.to(top) - top).sum(), self._add)
+        labels = targets.reshape(-1)
+        right = (self._likelihood.predicted_class(outputs) == labels).to(top)
+        # soft labels of one logit: looked at with the sum, since a look waits for the device
+        right = right.masked_fill(labels != labels.round(), nan) if labels.is_floating_point() else right
+        checks.add((right - top).sum(), self._add)
         self._samples += len(top)
 
     def _add(self, excess: Tensor) -> None:
@@ -149,7 +152,8 @@ class ConfidenceGap:
             *gather((self._known, self._total, self._samples), "comparing confidence and accuracy"),
             strict=True,
         )
-        return sum(totals) / sum(samples) if all(known) and sum(samples) else None
+        found = sum(totals) / sum(samples) if all(known) and sum(samples) else nan
+        return None if isnan(found) else found
 
 
 def _described(leaf: Any) -> Any:

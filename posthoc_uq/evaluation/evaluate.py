@@ -318,7 +318,7 @@ class _Gallery:
         if prediction.kind != "classes":
             return
         prediction = cast(ClassPrediction, prediction)
-        labels = None if targets is None else prediction.labels(targets).flatten()
+        labels = None if targets is None else prediction.labels(prediction.fitting(targets))
         sign = 1.0 if self.largest else -1.0
         scores = score_of(prediction, self.score).cpu()
         order = sign * torch.nan_to_num(scores, nan=torch.inf)

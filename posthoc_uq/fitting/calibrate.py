@@ -73,6 +73,7 @@ from posthoc_uq.likelihoods.conformal import (
 )
 from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.labels import are_whole
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
@@ -549,14 +550,14 @@ class _HeldOut:
         samples, layout = count_samples(batch), layout_of(self._likelihood, targets)
         if tuple(weights.shape) == (samples,):
             return replace(batch, weights=None).select(weights > 0, samples)
-        if layout is None or weights.shape != targets.shape:
-            positions = "" if layout is None else f", or {tuple(targets.shape)}, one a position"
+        shape = None if layout is None else tuple(layout.counted(targets).shape)
+        if layout is None or tuple(weights.shape) != shape:
+            positions = "" if layout is None else f", or {shape}, one a position"
             raise PosthocUQError(
                 f"The weights of a batch of {samples} held-out samples must have the shape ({samples},){positions}, "
                 f"not {tuple(weights.shape)}; look at what batch_to_weights gives."
             )
-        ignored = (weights == 0).to(targets.device)
-        return replace(batch, weights=None, targets=targets.long().masked_fill(ignored, layout.ignore_index))
+        return replace(batch, weights=None, targets=layout.ignoring(targets, weights == 0))
 
     def weights(self, class_rates: list[float]) -> _ClassWeights:
         """By how much each class is more frequent at these rates than in the data.
@@ -610,7 +611,8 @@ def _class_labels(batch: Batch, classes: int) -> Tensor:
         PosthocUQError: there are none, or others than these classes.
     """
     targets = cast(Tensor, batch.targets).detach().cpu()
-    if targets.numel() != count_samples(batch) or bool(((targets < 0) | (targets >= classes)).any()):
+    one_each = targets.numel() == count_samples(batch) and are_whole(targets)
+    if not one_each or bool(((targets < 0) | (targets >= classes)).any()):
         raise PosthocUQError(
             f"class_rates need one whole number a sample as its label, of 0 to {classes - 1}; give a rate for each "
             f"class, and leave them out where targets are soft or have positions."

@@ -150,7 +150,10 @@ class ClassRows:
             own = targets if targets.is_floating_point() else _one_hot(targets, found.shape[1])
         else:
             found = (logs[..., 1] - logs[..., 0]).reshape(means.shape)
-            own = targets.reshape(means.shape)
+            pairs = (
+                prediction.kind != "labels" and targets.ndim == 2
+            )  # soft labels of both classes of one logit
+            own = (targets[:, 1] if pairs else targets).reshape(means.shape)
         taken = slice(self._next, None, self._step)
         self._logits.append(found[taken].cpu().numpy())
         self._labels.append(as_double(own[taken]).cpu().numpy())

@@ -15,7 +15,7 @@ from posthoc_uq.heads.novelty import novelty_of_calls
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.draws import OutputGaussian
-from posthoc_uq.likelihoods.labels import novelty_at
+from posthoc_uq.likelihoods.positions import novelty_at
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import Posterior
 

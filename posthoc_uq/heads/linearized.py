@@ -34,7 +34,7 @@ from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
-from posthoc_uq.likelihoods.labels import novelty_at
+from posthoc_uq.likelihoods.positions import novelty_at
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.settings import get_width

@@ -1,4 +1,6 @@
-"""Labels 0 and 1 of one logit each: one a sample (binary), or several that a sample may have together (multilabel)."""
+"""Labels 0 and 1 of one logit each: one a sample (binary), or several that a sample may have together (multilabel).
+Floats between 0 and 1 are probabilities of the label 1 (soft labels), as for `torch.nn.BCEWithLogitsLoss`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from posthoc_uq.likelihoods.class_prediction import (
 )
 from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
+from posthoc_uq.likelihoods.labels import NOT_SHARES, are_whole, refuse_soft, soft_log_prob
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import OnDemand
 
@@ -52,10 +55,10 @@ class _Labels(Likelihood, ABC):
 
     @abstractmethod
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        """Labels that are neither 0 nor 1; a subclass checks the shapes first."""
+        """Labels that are neither 0 nor 1 nor probabilities; a subclass checks the shapes first."""
         if targets is not None:
-            wrong = ((targets != 0) & (targets != 1)).any()
-            yield wrong, lambda: f"Labels for likelihood={self.name!r} must be 0 or 1."
+            wrong = ~((targets >= 0) & (targets <= 1)).all()
+            yield wrong, lambda: NOT_SHARES.format(self.name)
 
     def looks_like_probabilities(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
@@ -76,7 +79,9 @@ def _as_two_classes(outputs: Tensor) -> str:
 
 
 class Bernoulli(_Labels):
-    """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape."""
+    """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape, or
+    probabilities of 1.
+    """
 
     name = "binary"
     _at_nodes = Likelihood._at_draws  # quasi-random draws, as for several classes
@@ -128,7 +133,9 @@ class Bernoulli(_Labels):
 
 
 class Multilabel(_Labels):
-    """Independent labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape."""
+    """Independent labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape, or
+    probabilities of 1.
+    """
 
     name = "multilabel"
 
@@ -276,34 +283,41 @@ class MultilabelPrediction(LogitsPrediction):
         return self.probs > threshold
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """(batch,), in nats: the sum over labels of the log of the mean probability.
+        """(batch,), in nats: the sum over labels of the log of the mean probability; of soft labels the mean over them.
 
         Args:
-            targets: (batch, labels), 0 or 1.
+            targets: (batch, labels), 0 or 1, or probabilities of 1.
 
         Raises:
             PosthocUQError: wrong shape, or other values.
         """
         targets = self.fitting(targets).to(self.probs.device)
+        if targets.is_floating_point():
+            return soft_log_prob(torch.stack([1 - targets, targets], -1), self.log_probs).sum(-1)
         return self.log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).sum(-1)
 
     def fitting(self, targets: Tensor) -> Tensor:
-        """The labels as int64.
+        """The labels as int64; soft labels as they are.
 
         Raises:
-            PosthocUQError: wrong shape, or values other than 0 and 1.
+            PosthocUQError: wrong shape, or values below 0 or above 1.
         """
         targets = as_targets(targets)
         if targets.shape != self.probs.shape:
             raise PosthocUQError(
                 f"Labels must be shaped like the probabilities, {tuple(self.probs.shape)}, not {tuple(targets.shape)}."
             )
-        if not bool(((targets == 0) | (targets == 1)).all()):
-            raise PosthocUQError("Labels must be 0 or 1.")
-        return targets.long()
+        if not bool(((targets >= 0) & (targets <= 1)).all()):
+            raise PosthocUQError(NOT_SHARES.format("multilabel"))
+        return targets.long() if are_whole(targets) else targets
 
     def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
-        """See `Prediction`: the score of every label."""
+        """See `Prediction`: the score of every label.
+
+        Raises:
+            PosthocUQError: labels are soft.
+        """
+        refuse_soft(targets)
         return TargetScores("label", 1 - as_double(self.probs), targets)
 
     def coverage(
@@ -311,16 +325,19 @@ class MultilabelPrediction(LogitsPrediction):
     ) -> Coverage:
         """See `Prediction`: an entry for every label that applies."""
         chosen = self.set(level)
-        inputs, labels = (targets > 0).nonzero(as_tuple=True)
+        inputs, labels = (targets > 0.5).nonzero(as_tuple=True)
         covered, sizes = as_double(chosen[inputs, labels]), as_double(chosen.sum(1))[inputs]
         return Coverage(covered, sizes, inputs, labels, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy."""
+        """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy. The first
+        three take soft labels above 0.5 as 1, the others as they are.
+        """
+        labels = (targets > 0.5).long()
         return {
-            "mAP": metrics.mean_average_precision(self.probs, targets),
-            "F1 (macro)": metrics.f1_score(self.probs, targets),
-            "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
+            "mAP": metrics.mean_average_precision(self.probs, labels),
+            "F1 (macro)": metrics.f1_score(self.probs, labels),
+            "F1 (micro)": metrics.f1_score(self.probs, labels, "micro"),
             "Hamming loss": float(self.losses(targets).mean()),
             "NLL": -float(as_double(self.log_prob(targets)).mean()),
             "Brier": float(
@@ -331,5 +348,5 @@ class MultilabelPrediction(LogitsPrediction):
         }
 
     def losses(self, targets: Tensor) -> Tensor:
-        """(batch,): the share of the labels that are decided wrongly."""
-        return as_double(self.predicted() != targets.bool().to(self.probs.device)).mean(-1)
+        """(batch,): the share of the labels that are decided wrongly; soft ones above 0.5 count as 1."""
+        return as_double(self.predicted() != (targets > 0.5).to(self.probs.device)).mean(-1)

@@ -35,7 +35,14 @@ from posthoc_uq.likelihoods.draws import (
     independent,
     of_covariance,
 )
-from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, outside, soft_log_prob
+from posthoc_uq.likelihoods.labels import (
+    are_soft,
+    binary_labels,
+    checked_soft,
+    outside,
+    refuse_soft,
+    soft_log_prob,
+)
 from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
 from posthoc_uq.likelihoods.logits import votes as votes_of
 from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction
@@ -366,17 +373,15 @@ class ClassPrediction(LogitsPrediction):
 
         Args:
             targets: (batch,), integer labels; of a binary model also (batch, 1), and floats 0 and 1, as `fit` takes
-                them. Of soft labels, probabilities (batch, classes), the mean over them.
+                them. Of soft labels, probabilities (batch, classes), or of one logit (batch,), the mean over them.
 
         Raises:
             PosthocUQError: wrong shape, labels that are not integers or out of range.
         """
         inputs, classes = self.probs.shape
-        targets = as_targets(targets)
+        targets = self._of_one_logit(as_targets(targets))
         if are_soft(targets, self.probs):
             return soft_log_prob(targets, self.log_probs)
-        if self.logits_mean.shape[1] == 1:
-            targets = binary_labels(targets)
         if targets.shape != (inputs,) or targets.is_floating_point():
             raise PosthocUQError(
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
@@ -388,13 +393,18 @@ class ClassPrediction(LogitsPrediction):
         index = targets.to(device=self.log_probs.device, dtype=torch.int64).unsqueeze(-1)
         return self.log_probs.gather(-1, index).squeeze(-1)
 
+    def _of_one_logit(self, targets: Tensor) -> Tensor:
+        """`binary_labels` of a binary model."""
+        return binary_labels(targets) if self.logits_mean.shape[1] == 1 else targets
+
     def fitting(self, targets: Tensor) -> Tensor:
-        """Labels (batch,), int64, of labels with more dimensions or in another type; soft labels as they are.
+        """Labels (batch,), int64, of labels with more dimensions or in another type; soft labels as probabilities
+        (batch, classes).
 
         Raises:
             PosthocUQError: they are neither one whole number an input nor its probabilities.
         """
-        targets = as_targets(targets)
+        targets = self._of_one_logit(as_targets(targets))
         if are_soft(targets, self.probs):
             return checked_soft(targets)
         labels = targets.flatten()
@@ -415,7 +425,12 @@ class ClassPrediction(LogitsPrediction):
         return targets.argmax(-1) if are_soft(targets, self.probs) else targets
 
     def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
-        """See `Prediction`: the score of each input's class."""
+        """See `Prediction`: the score of each input's class.
+
+        Raises:
+            PosthocUQError: labels are out of range, or soft.
+        """
+        refuse_soft(targets)
         self.log_prob(targets)  # refuses labels out of range
         labels = self.labels(targets).unsqueeze(-1)
         scores = class_scores(as_double(self.probs), sets, uniforms(keys, 1).squeeze(1))
@@ -435,8 +450,8 @@ class ClassPrediction(LogitsPrediction):
         return self.predicted() != self.labels(targets)
 
     def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
-        """All that is one class, as one prediction, and its labels: itself, and `labels`."""
-        return self, self.labels(targets)
+        """All that is one class, as one prediction, and its labels or soft labels: itself, and the targets."""
+        return self, targets
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""
@@ -444,8 +459,8 @@ class ClassPrediction(LogitsPrediction):
         return scores if self.votes is None else scores | {"variation_ratio": self.variation_ratio()}
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """Accuracy, NLL, Brier score, calibration errors and the mean entropy; but for the NLL, of soft labels those of
-        the most probable class.
+        """Accuracy, NLL, Brier score, calibration errors and the mean entropy. Of soft labels accuracy is how often the
+        most probable class is predicted; the others go by the probabilities.
         """
         probs, labels = self.probs, self.labels(targets)
         measures = {"accuracy": metrics.accuracy(probs, labels)}
@@ -453,10 +468,12 @@ class ClassPrediction(LogitsPrediction):
             measures["top-5 accuracy"] = metrics.top_k_accuracy(probs, labels, 5)
         return measures | {
             "NLL": -float(as_double(self.log_prob(targets)).mean()),
-            "Brier": metrics.brier_score(probs, labels),
-            "ECE": metrics.expected_calibration_error(probs, labels, bins),
-            "ECE (equal mass)": metrics.expected_calibration_error(probs, labels, bins, binning="equal_mass"),
-            "classwise ECE": metrics.classwise_calibration_error(probs, labels, bins),
+            "Brier": metrics.brier_score(probs, targets),
+            "ECE": metrics.expected_calibration_error(probs, targets, bins),
+            "ECE (equal mass)": metrics.expected_calibration_error(
+                probs, targets, bins, binning="equal_mass"
+            ),
+            "classwise ECE": metrics.classwise_calibration_error(probs, targets, bins),
             "mean entropy": float(as_double(self.entropy()).mean()),
         }
 

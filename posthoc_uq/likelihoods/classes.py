@@ -32,6 +32,7 @@ from posthoc_uq.likelihoods.labels import (
     NOT_SOFT,
     Layout,
     are_probabilities,
+    are_soft,
     in_whole_numbers,
     outside,
     soft_log_prob,
@@ -56,11 +57,13 @@ class CategoricalFields(Record):
 
 class Categorical(Likelihood):
     """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class
-    indices, or ``(samples, classes)`` the probabilities of the classes (soft labels).
+    indices, or ``(samples, classes)`` the probabilities of the classes (soft labels), floats in the shape of the
+    outputs as for `torch.nn.CrossEntropyLoss`.
 
     Outputs of more dimensions have positions, such as pixels or tokens: ``(samples, classes, *positions)``, or
-    ``(samples, *positions, classes)`` with ``class_dim=-1``. Targets are then ``(samples, *positions)``, and a sample's
-    positions count together: its log-probability is their sum. Divergences and entropies of a sample, by which a prior
+    ``(samples, *positions, classes)`` with ``class_dim=-1``. Targets are then ``(samples, *positions)``, or soft
+    labels in the shape of the outputs, of which a position with zeros alone does not count. A sample's positions count
+    together: its log-probability is their sum. Divergences and entropies of a sample, by which a prior
     or a temperature is found, are means over its positions.
 
     Given the outputs, positions are independent, and an output without positions is one. So the log-probability of a
@@ -120,7 +123,7 @@ class Categorical(Likelihood):
     def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         if outputs.ndim != 2:
             return None
-        if targets.is_floating_point() and targets.shape == outputs.shape:
+        if are_soft(targets, outputs):
             return targets
         return F.one_hot(targets.reshape(len(outputs)).long(), outputs.shape[1])
 
@@ -150,7 +153,7 @@ class Categorical(Likelihood):
             )
         if targets is None:
             return
-        if targets.is_floating_point() and targets.shape == outputs.shape:
+        if are_soft(targets, outputs):
             yield ~are_probabilities(targets), lambda: NOT_SOFT
             return
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
@@ -187,8 +190,6 @@ class Categorical(Likelihood):
     # The density
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if targets.is_floating_point():
-            return soft_log_prob(self._shares(targets), at_least_float32(outputs).log_softmax(1))
         return self._by_position(outputs, targets).sum(1)
 
     def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -201,6 +202,9 @@ class Categorical(Likelihood):
         """Log-probabilities ``(samples, positions)`` of labels; 0 where a position does not count."""
         labels, counted = self.layout.labels(outputs, targets)
         rows, smoothing = self.layout.rows(outputs), self.label_smoothing
+        if are_soft(targets, outputs):
+            logs = at_least_float32(rows).log_softmax(1)
+            return soft_log_prob(self._shares(targets), logs).reshape(counted.shape)
         step = max(1, _MAX_NUMBERS // rows.shape[1])
         parts = zip(rows.split(step), labels.flatten().split(step), strict=True)
         losses = [
@@ -212,8 +216,10 @@ class Categorical(Likelihood):
         return -torch.cat(losses).reshape(counted.shape).masked_fill(~counted, 0.0)
 
     def _shares(self, targets: Tensor) -> Tensor:
-        """Soft labels ``(samples, classes)``, smoothed."""
-        return (1 - self.label_smoothing) * targets + self.label_smoothing / targets.shape[1]
+        """Soft labels as rows ``(samples * positions, classes)``, smoothed; a position of zeros keeps them."""
+        rows = self.layout.rows(targets)
+        share = self.label_smoothing / rows.shape[1]
+        return (1 - self.label_smoothing) * rows + share * rows.any(1, keepdim=True)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
@@ -224,7 +230,9 @@ class Categorical(Likelihood):
         )
 
     def of_shapes(self, outputs: Tensor, targets: Tensor) -> Categorical:
-        """The same with its classes in the other dimension, where these targets fit only that one."""
+        """The same with its classes in the other dimension, where these targets fit only that one: soft labels by their
+        sums.
+        """
         other, shape = replace(self.layout, class_dim=-self.layout.class_dim), tuple(targets.shape)
         if (
             shape == self.layout.shape_of_labels(outputs) == other.shape_of_labels(outputs)
@@ -235,7 +243,12 @@ class Categorical(Likelihood):
                 f"{self.layout.class_dim} and in dimension {other.class_dim}; the former is taken. Say which by "
                 f"likelihood=uq.Categorical(class_dim=...)."
             )
-        if shape == self.layout.shape_of_labels(outputs) or shape != other.shape_of_labels(outputs):
+        if are_soft(targets, outputs):
+            keeps = outputs.ndim == 2 or not bool(self.layout.fault(outputs, targets))
+            keeps = keeps or bool(other.fault(outputs, targets))
+        else:
+            keeps = shape == self.layout.shape_of_labels(outputs) or shape != other.shape_of_labels(outputs)
+        if keeps:
             return self
         return Categorical(other.class_dim, other.ignore_index, label_smoothing=self.label_smoothing)
 
@@ -243,11 +256,11 @@ class Categorical(Likelihood):
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softmax - one_hot`` where a position counts, less the label's share that is spread over all classes."""
-        if targets.is_floating_point():
-            probs = at_least_float32(outputs).softmax(1)
-            return probs - self._shares(targets.to(probs))
         labels, counted = self.layout.labels(outputs, targets)
         rows = at_least_float32(self.layout.rows(outputs)).softmax(1)
+        if are_soft(targets, outputs):
+            rows = rows.masked_fill(~counted.reshape(-1, 1), 0.0) - self._shares(targets.to(rows))
+            return self.layout.whole(rows, self.layout.positions(outputs))
         rows = rows - self.label_smoothing / rows.shape[1]
         shares = torch.full_like(rows[:, :1], self.label_smoothing - 1)
         rows = rows.scatter_add(1, labels.reshape(-1, 1), shares).masked_fill(~counted.reshape(-1, 1), 0.0)

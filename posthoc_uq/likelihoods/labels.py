@@ -6,19 +6,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-if TYPE_CHECKING:
-    from posthoc_uq.likelihoods.prediction import Unread
-
 NOT_SOFT = "Soft labels must be probabilities: not negative, and of sum 1 in every row; some are not."
+NOT_SHARES = "Labels for likelihood={!r} must be 0 or 1, or probabilities between them (soft labels)."
 MAX_SUM_ERROR = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
+
+
+def are_soft(targets: Tensor, outputs: Tensor) -> bool:
+    """Whether targets are probabilities of the classes (soft labels): floats in the shape of the outputs, or of the
+    predicted probabilities.
+    """
+    return targets.is_floating_point() and targets.shape == outputs.shape
 
 
 def are_probabilities(rows: Tensor) -> Tensor:
@@ -28,9 +31,44 @@ def are_probabilities(rows: Tensor) -> Tensor:
     return ((rows >= 0).all(1) & ((sums - 1).abs() <= tolerance)).all()
 
 
-def are_soft(targets: Tensor, probs: Tensor) -> bool:
-    """Whether targets are probabilities of the classes, shaped like the predicted ones."""
-    return targets.is_floating_point() and targets.shape == probs.shape
+def checked_soft(targets: Tensor) -> Tensor:
+    """The soft labels.
+
+    Raises:
+        PosthocUQError: they are no probabilities.
+    """
+    if not bool(are_probabilities(targets)):
+        raise PosthocUQError(NOT_SOFT)
+    return targets
+
+
+def are_whole(targets: Tensor) -> bool:
+    """Whether labels are whole numbers, in whatever type; waits for the device where they are floats."""
+    return not targets.is_floating_point() or bool((targets == targets.round()).all())
+
+
+def refuse_soft(targets: Tensor) -> None:
+    """Refuse labels, or shares of labels, between 0 and 1; whole ones are one label, in whatever form they come.
+
+    Raises:
+        PosthocUQError: there are some.
+    """
+    if not are_whole(targets):
+        raise PosthocUQError(
+            "A promise is about labels, and some of these targets are probabilities (soft labels), of which none is "
+            "the right one. Give labels, or promise for the most probable one: batch_to_targets=lambda batch: "
+            "batch[1].argmax(1), of labels of one logit each batch[1].round()."
+        )
+
+
+def binary_labels(targets: Tensor) -> Tensor:
+    """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers; else, of soft
+    ones, the probabilities of both classes, ``(batch, 2)``.
+    """
+    flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
+    if not flat.is_floating_point() or flat.ndim != 1:
+        return flat
+    return flat.long() if are_whole(flat) else torch.stack([1 - flat, flat], 1)
 
 
 def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
@@ -48,28 +86,10 @@ def in_whole_numbers(targets: Tensor) -> str:
     return f" They are whole numbers: pass y{change}, or batch_to_targets=lambda batch: batch[1]{change}."
 
 
-def checked_soft(targets: Tensor) -> Tensor:
-    """The soft labels.
-
-    Raises:
-        PosthocUQError: they are no probabilities.
-    """
-    if not bool(are_probabilities(targets)):
-        raise PosthocUQError(NOT_SOFT)
-    return targets
-
-
 def outside(targets: Tensor, classes: int) -> Tensor:
     """Which labels are none of the classes. As int64: torch compares bytes with a number modulo 256."""
     labels = targets.long()
     return (labels < 0) | (labels >= classes)
-
-
-def binary_labels(targets: Tensor) -> Tensor:
-    """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
-    flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
-    integral = flat.is_floating_point() and bool((flat == flat.round()).all())
-    return flat.long() if integral else flat
 
 
 @dataclass(frozen=True)
@@ -142,8 +162,16 @@ class Layout:
         """Refuse labels of a shape or type that do not fit.
 
         Raises:
-            PosthocUQError: they are not integers, ``(samples, *positions)``.
+            PosthocUQError: they are neither integers, ``(samples, *positions)``, nor probabilities in the shape of the
+                outputs.
         """
+        if are_soft(targets, outputs):
+            if self.next_token:
+                raise PosthocUQError(
+                    "next_token=True shifts labels to the position before, and probabilities of a token (soft labels) "
+                    "belong to the outputs at their own position; leave next_token out."
+                )
+            return
         wanted = self.shape_of_labels(outputs)
         if tuple(targets.shape) == wanted and not targets.is_floating_point():
             return
@@ -161,7 +189,13 @@ class Layout:
         )
 
     def fault(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A flag on the device: whether a label is neither a class nor ignored."""
+        """A flag on the device: whether a label is neither a class nor ignored; of soft labels whether those of a
+        position are neither probabilities nor all zero.
+        """
+        if are_soft(targets, outputs):
+            rows = self.rows(targets)
+            filled = rows.masked_fill((rows == 0).all(1, keepdim=True), 1 / rows.shape[1])
+            return ~are_probabilities(filled)
         return self._outside(targets, self.classes(outputs)).any()
 
     def _outside(self, targets: Tensor, classes: int) -> Tensor:
@@ -169,6 +203,8 @@ class Layout:
 
     def wrong_labels(self, targets: Tensor, classes: int) -> str:
         """What an error says of labels with a `fault`."""
+        if targets.is_floating_point():
+            return f"{NOT_SOFT} A position that does not count has zeros alone."
         outside = targets[self._outside(targets, classes)].long()
         wrong = int(outside.max())
         return (
@@ -179,11 +215,15 @@ class Layout:
 
     def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         """The label of every position and whether it counts, each ``(samples, positions)``, for labels
-        ``(samples, *positions)`` in the order of the loader. Labels that do not count are 0.
+        ``(samples, *positions)`` in the order of the loader. Labels that do not count are 0. Of soft labels, in the
+        shape of the outputs, the most probable class.
 
         Without targets every position counts that could have a label.
         """
         samples, positions = outputs.shape[0], prod(self.positions(outputs))
+        if targets is not None and are_soft(targets, outputs):
+            rows = self.rows(targets.to(outputs.device))
+            return rows.argmax(1).reshape(samples, positions), rows.any(1).reshape(samples, positions)
         if targets is None:
             labels = torch.zeros(samples, positions, dtype=torch.int64, device=outputs.device)
             counted = torch.ones_like(labels, dtype=torch.bool)
@@ -204,6 +244,21 @@ class Layout:
         values[:, -1] = 0
         return values
 
+    def counted(self, targets: Tensor) -> Tensor:
+        """Which labels count, ``(samples, *positions)`` of booleans in the order of the loader."""
+        return (
+            targets.any(self.class_dim)
+            if targets.is_floating_point()
+            else targets.long() != self.ignore_index
+        )
+
+    def ignoring(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        """Labels of which some, ``(samples, *positions)`` of booleans in the order of the loader, do not count."""
+        ignored = ignored.to(targets.device)
+        if targets.is_floating_point():
+            return targets.masked_fill(ignored.unsqueeze(self.class_dim), 0.0)
+        return targets.long().masked_fill(ignored, self.ignore_index)
+
     def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse
         of `labels`.
@@ -211,20 +266,3 @@ class Layout:
         if self.next_token:
             labels = labels.roll(1, 1)
         return labels.reshape(labels.shape[0], *positions)
-
-
-def novelty_at(
-    ratio: Tensor | Unread | None, sizes: tuple[int, ...], picked: Tensor | None
-) -> Tensor | Unread | None:
-    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
-
-    Args:
-        ratio: ``(batch, *grid)``, or ``(batch,)``, read or not, which stays as it is; or None.
-        sizes: of the dimensions that count positions.
-        picked: indices into a sample's rows; None for all.
-    """
-    if not isinstance(ratio, Tensor) or ratio.ndim == 1 or picked is None:
-        return ratio
-    if tuple(ratio.shape[1:]) != sizes:
-        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
-    return ratio.flatten(1)[:, picked.to(ratio.device)]

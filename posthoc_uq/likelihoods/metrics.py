@@ -7,8 +7,9 @@ All functions raise a `PosthocUQError` for shapes or values that do not fit, and
 neither a wrong answer nor a right one. Users find them, and those of `posthoc_uq.likelihoods.selective`, in
 `posthoc_uq.evaluation.metrics`. Arguments of one name have the same shapes everywhere:
 
-* `probs` (inputs, classes) and `labels` (inputs,), integers; of several labels at once (names with "multilabel", mAP,
-  F1) both (inputs, labels), the labels 0 and 1.
+* `probs` (inputs, classes) and `labels` (inputs,), integers; the Brier score and calibration errors also take soft
+  labels (inputs, classes), of which each class counts by its share. Of several labels at once (names with "multilabel",
+  mAP, F1) both (inputs, labels), the labels 0 and 1, or for the calibration error between them.
 * `mean`, `variance` (the total one), `lower`, `upper` and `targets` (inputs,) or (inputs, outputs), all of exactly one
   shape, so that nothing broadcasts by accident.
 * `scores_in` and `scores_out`: a score of inputs like the training data, and of foreign ones; larger means stranger.
@@ -29,9 +30,7 @@ from torch.distributions import Normal
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
-
-# torchmetrics puts a confidence of exactly 1 into a bin of its own, and takes numbers above 1 for logits
-_BELOW_ONE = 1 - torch.finfo(torch.float32).eps / 2
+from posthoc_uq.likelihoods.labels import are_soft, are_whole, checked_soft
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -93,6 +92,23 @@ def classified(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return probs, labels
 
 
+def _rated(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`classified`, or soft labels (inputs, classes) in float64."""
+    if not are_soft(labels, probs):
+        return classified(probs, labels)
+    probs, _ = classified(probs, labels.argmax(-1))
+    return probs, checked_soft(plain(labels))
+
+
+def _shares(labels: Tensor, classes: Tensor | int) -> Tensor:
+    """How far the label is a class, or each input's own, (inputs,) float64: 1 or 0, or its share."""
+    if labels.ndim == 1:
+        return (labels == classes).double()
+    if isinstance(classes, int):
+        return labels[:, classes]
+    return labels.gather(1, classes.unsqueeze(1)).squeeze(1)
+
+
 def _check_probabilities(probs: Tensor, function: str) -> None:
     # half precision rounds by less than 0.01
     if float(probs.min()) < -0.01 or float(probs.max()) > 1.01:
@@ -129,9 +145,9 @@ def brier_score(probs: Tensor, labels: Tensor) -> float:
     """Squared distance of the probabilities to the one-hot label, summed over classes, mean over inputs: between 0 and
     2 (Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review, 1950).
     """
-    probs, labels = classified(probs, labels)
-    one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
-    return (probs - one_hot).square().sum(dim=-1).mean().item()
+    probs, labels = _rated(probs, labels)
+    shares = labels if labels.ndim == 2 else torch.nn.functional.one_hot(labels, probs.shape[1])
+    return (probs - shares).square().sum(dim=-1).mean().item()
 
 
 def ranked_probability_score(probs: Tensor, labels: Tensor) -> float:
@@ -182,25 +198,17 @@ def expected_calibration_error(
     width leave most bins nearly empty; those of equal mass do not (Nixon et al., "Measuring Calibration in
     Deep Learning", CVPR workshops 2019).
     """
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    if binning != "equal_width":
-        return _gap(calibration_bins(probs, labels, bins, binning))
-    probs, labels = classified(probs, labels)
-    _check_bins(bins)
-    return multiclass_calibration_error(
-        probs.clamp(0, _BELOW_ONE), labels, num_classes=probs.shape[1], n_bins=bins, norm="l1"
-    ).item()
+    return _gap(calibration_bins(probs, labels, bins, binning))
 
 
 def calibration_bins(
     probs: Tensor, labels: Tensor, bins: int = 15, binning: Binning = "equal_width"
 ) -> CalibrationBins:
     """The bins behind `expected_calibration_error`, for reliability diagrams."""
-    probs, labels = classified(probs, labels)
+    probs, labels = _rated(probs, labels)
     _check_bins(bins, binning)
     confidence, predicted = probs.max(dim=-1)
-    return _binned(confidence, predicted == labels, bins, binning)
+    return _binned(confidence, _shares(labels, predicted), bins, binning)
 
 
 def classwise_calibration_error(
@@ -214,15 +222,15 @@ def classwise_calibration_error(
     adaptive calibration error. With many classes it is small because most probabilities are small: compare
     models on the same data only.
     """
-    probs, labels = classified(probs, labels)
+    probs, labels = _rated(probs, labels)
     _check_bins(bins, binning)
     columns = probs.T.contiguous()
-    gaps = [_gap(_binned(column, labels == c, bins, binning)) for c, column in enumerate(columns)]
+    gaps = [_gap(_binned(column, _shares(labels, c), bins, binning)) for c, column in enumerate(columns)]
     return sum(gaps) / len(gaps)
 
 
 def _binned(confidence: Tensor, hits: Tensor, bins: int, binning: Binning) -> CalibrationBins:
-    """Means of `confidence` and of `hits`, both (inputs,), in each bin."""
+    """Means of `confidence` and of `hits`, both (inputs,) float64, in each bin."""
     if binning == "equal_width":
         edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device="cpu")
         index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
@@ -231,7 +239,7 @@ def _binned(confidence: Tensor, hits: Tensor, bins: int, binning: Binning) -> Ca
         index = smaller * bins // len(confidence)
     counts = torch.bincount(index, minlength=bins)
     mean_confidence = torch.bincount(index, weights=confidence, minlength=bins) / counts
-    mean_accuracy = torch.bincount(index, weights=hits.double(), minlength=bins) / counts
+    mean_accuracy = torch.bincount(index, weights=hits, minlength=bins) / counts
     return CalibrationBins(mean_confidence, mean_accuracy, counts)
 
 
@@ -246,14 +254,14 @@ def _check_bins(bins: int, binning: str = "equal_width") -> None:
     one_of("binning", binning, BINNINGS)
 
 
-def _multilabel(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _multilabel(probs: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
     probs, labels = same_shape(probs=probs, labels=labels)
     if probs.ndim != 2:
         raise PosthocUQError(f"probs must be (inputs, labels), not {tuple(probs.shape)}.")
-    if bool(((labels != 0) & (labels != 1)).any()):
+    if bool(((labels < 0) | (labels > 1)).any()) or not (soft or are_whole(labels)):
         raise PosthocUQError("labels must be 0 or 1.")
     _check_probabilities(probs, "sigmoid()")
-    return probs.clamp(0, 1), labels.long()
+    return probs.clamp(0, 1), labels if soft else labels.long()
 
 
 def mean_average_precision(probs: Tensor, labels: Tensor) -> float:
@@ -285,12 +293,9 @@ def multilabel_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) 
     """The expected calibration error of all labels' probabilities together, in bins of equal width: the gap between the
     mean probability in a bin and how often these labels are there.
     """
-    from torchmetrics.functional.classification import binary_calibration_error
-
-    probs, labels = _multilabel(probs, labels)
+    probs, labels = _multilabel(probs, labels, soft=True)
     _check_bins(bins)
-    confidence = probs.clamp(0, _BELOW_ONE).flatten()
-    return float(binary_calibration_error(confidence, labels.flatten(), n_bins=bins, norm="l1"))
+    return _gap(_binned(probs.flatten(), labels.flatten(), bins, "equal_width"))
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:

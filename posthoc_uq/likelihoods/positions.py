@@ -25,7 +25,7 @@ from posthoc_uq.likelihoods.conformal import (
     TargetScores,
     scores_of_positions,
 )
-from posthoc_uq.likelihoods.labels import Layout
+from posthoc_uq.likelihoods.labels import Layout, are_soft, refuse_soft
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
@@ -297,7 +297,7 @@ class PositionPrediction(Prediction):
         return self.whole(promises.sets_at_positions(self.rows.probs, level, allow_empty))
 
     def labels_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels and whether they count, each (batch * positions,).
+        """Labels, of soft ones the most probable, and whether they count, each (batch * positions,).
 
         Raises:
             PosthocUQError: they do not fit.
@@ -314,15 +314,21 @@ class PositionPrediction(Prediction):
         labels, counted = self.layout.labels(outputs, targets)
         return labels.flatten(), counted.flatten()
 
+    def _targets_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`labels_of_rows`, but soft labels ``(batch * positions, classes)`` as they are."""
+        labels, counted = self.labels_of_rows(targets)
+        soft = are_soft(as_targets(targets), self.outputs_mean)
+        return (self.layout.rows(as_targets(targets)).to(labels.device) if soft else labels), counted
+
     def log_prob_by_position(self, targets: Tensor) -> Tensor:
         """(batch, *positions), in nats: log of the probability of the given class at each position, 0 where it does
-        not count. With `next_token` position t has that of the label at t + 1.
+        not count; of soft labels the mean over them. With `next_token` position t has that of the label at t + 1.
 
         Args:
-            targets: (batch, *positions), as the loader gives them.
+            targets: (batch, *positions), or in the layout of the outputs, as the loader gives them.
         """
-        labels, counted = self.labels_of_rows(targets)
-        return self._map(self.rows.log_prob(labels).masked_fill(~counted, 0.0))
+        own, counted = self._targets_of_rows(targets)
+        return self._map(self.rows.log_prob(own).masked_fill(~counted, 0.0))
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: the sum of `log_prob_by_position`. Each position's probability is averaged over the
@@ -346,18 +352,21 @@ class PositionPrediction(Prediction):
         return targets
 
     def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
-        """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``."""
-        labels, counted = self.labels_of_rows(targets)
-        return self.rows.picked(counted), labels[counted]
+        """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``, or
+        soft labels ``(positions, classes)``.
+        """
+        own, counted = self._targets_of_rows(targets)
+        return self.rows.picked(counted), own[counted]
 
     def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
         """See `Prediction`: quantiles of the scores of an input's labels.
 
         Raises:
-            PosthocUQError: the score is none of positions, or the labels do not fit.
+            PosthocUQError: the score is none of positions, or the labels do not fit, or are soft.
         """
         if sets != "lac":
             raise PosthocUQError(f"Sets of positions are by 'lac'; sets={sets!r} is for one label an input.")
+        refuse_soft(targets)
         labels, counted = (each.reshape(len(self), -1) for each in self.labels_of_rows(targets))
         own = as_double(self.rows.probs).gather(1, labels.reshape(-1, 1))
         scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
@@ -538,3 +547,20 @@ def sequence_scores(
         found[name] = prediction.per_input(score, mask=mask)
         found[f"largest_{name}"] = prediction.per_input(score, "largest", mask=mask)
     return found
+
+
+def novelty_at(
+    ratio: Tensor | Unread | None, sizes: tuple[int, ...], picked: Tensor | None
+) -> Tensor | Unread | None:
+    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
+
+    Args:
+        ratio: ``(batch, *grid)``, or ``(batch,)``, read or not, which stays as it is; or None.
+        sizes: of the dimensions that count positions.
+        picked: indices into a sample's rows; None for all.
+    """
+    if not isinstance(ratio, Tensor) or ratio.ndim == 1 or picked is None:
+        return ratio
+    if tuple(ratio.shape[1:]) != sizes:
+        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
+    return ratio.flatten(1)[:, picked.to(ratio.device)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods.labels import Layout
+from posthoc_uq.likelihoods.labels import Layout, are_soft
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -49,7 +49,7 @@ class SampleWeights:
         """The targets, ignored where a position has the weight 0."""
         if targets is None or self.ignored is None or self.layout is None:
             return targets
-        return targets.long().masked_fill(self.ignored.to(targets.device), self.layout.ignore_index)
+        return self.layout.ignoring(targets, self.ignored)
 
     def gradients(self, gradient: Tensor) -> Tensor:
         """Gradients by the outputs, shaped like them, times the roots of the weights."""
@@ -129,7 +129,7 @@ def weighed_targets(
 
 def layout_of(likelihood: Likelihood, targets: Tensor) -> Layout | None:
     """The layout of the outputs that these targets are of, or None where they have no positions."""
-    return None if targets.is_floating_point() else likelihood.positions_of(targets.unsqueeze(1))
+    return likelihood.positions_of(targets if targets.is_floating_point() else targets.unsqueeze(1))
 
 
 def labelled(likelihood: Likelihood, targets: Tensor) -> int:
@@ -139,7 +139,7 @@ def labelled(likelihood: Likelihood, targets: Tensor) -> int:
     layout = layout_of(likelihood, targets)
     if layout is None:
         return len(targets)
-    return int(layout.shifted((targets.long() != layout.ignore_index).flatten(1)).sum())
+    return int(layout.shifted(layout.counted(targets).flatten(1)).sum())
 
 
 def mean_of_labels(total: float, count: int) -> float:
@@ -168,7 +168,7 @@ def counts(likelihood: Likelihood, batch: Batch) -> Tensor | None:
     found, targets = None, batch.targets
     layout = None if targets is None else layout_of(likelihood, targets)
     if targets is not None and layout is not None:
-        found = targets.long() != layout.ignore_index
+        found = layout.counted(targets)
     if batch.weights is None:
         return found
     positive = batch.weights > 0
@@ -187,8 +187,10 @@ def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
         PosthocUQError: the weights do not fit the outputs.
     """
     sizes, targets = layout.positions(outputs), batch.targets
-    labels = targets is not None and tuple(targets.shape) == (len(outputs), *sizes)
-    _, counted = layout.labels(outputs, targets if labels else None)
+    fits = targets is not None and (
+        tuple(targets.shape) == (len(outputs), *sizes) or are_soft(targets, outputs)
+    )
+    _, counted = layout.labels(outputs, targets if fits else None)
     if batch.weights is not None:
         positive = (batch.weights > 0).to(counted.device)
         if positive.ndim == 1:

@@ -79,6 +79,8 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
     wanted = targets if labels else []
     label = wanted[0] if info.labels and len(wanted) == 1 else None
     frame = _frame(path, header, separator, label)
+    if label is not None and info.likelihood.name == "binary" and _are_shares(frame[label].tolist()):
+        label = None  # soft labels are numbers like those of several columns
     last = frame[header[-1]]
     if bool((last.isna() | (last == "")).any()):
         for line, cells in _rows(path, separator):
@@ -279,6 +281,13 @@ def _labels(
                 f"{classes - 1}; if the target is a number, say so with --likelihood regression."
             )
     return torch.tensor([index_of[word] for word in words], dtype=torch.int64, device="cpu"), names
+
+
+def _are_shares(words: Sequence[Any]) -> bool:
+    """Whether labels are numbers from 0 to 1, and not all whole."""
+    numbers = [float(word) for word in words if isinstance(word, str) and _is_number(word.strip())]
+    whole = all(number.is_integer() for number in numbers)
+    return len(numbers) == len(words) and all(0 <= number <= 1 for number in numbers) and not whole
 
 
 def _sorted_names(found: list[str], outputs: int, path: str, info: DatasetInfo) -> list[str]:

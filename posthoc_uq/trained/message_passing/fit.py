@@ -25,6 +25,7 @@ from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.labels import are_whole
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError, Weights, check_resolved, largest_of
@@ -109,6 +110,7 @@ class _ExampleCollector:
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Keep a batch; see `posthoc_uq.curvature.sweep.Observer`."""
         place, outputs, targets = str(len(self.inputs)), recording.outputs.detach(), batch.targets
+        samples = len(keys)
         if targets is None:
             raise PosthocUQError(
                 "method='message_passing' learns from the targets, and the loader gives none; pass a loader of "
@@ -116,12 +118,12 @@ class _ExampleCollector:
             )
         checks.add(outputs.sum(), lambda total: require_outputs(total, outputs, place))
         check_targets(self._likelihood, outputs, targets, place, checks)
-        if self._likelihood.softmax and targets.is_floating_point():
+        if self._likelihood.logits and not (are_whole(targets) and targets.numel() == samples):
             raise PosthocUQError(
                 f"method='message_passing' learns from labels that are class indices, and batch {place} has soft ones "
                 f"of shape {tuple(targets.shape)}; take a Laplace method for them."
             )
-        samples, calls = len(keys), recording.watched
+        calls = recording.watched
         whole = calls_of(calls, self._layer)[0].input
         self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else whole)
         self.targets.append(targets.detach().reshape(samples, -1).clone())
