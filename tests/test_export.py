@@ -189,6 +189,22 @@ def test_a_last_layer_is_exported_in_closed_form(kind: str, method: str, link: s
         torch.testing.assert_close(found.probs[::2], good.probs[::2], rtol=1e-5, atol=1e-6)
 
 
+def test_a_program_of_many_classes_holds_nothing_quadratic_in_them() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1100)).eval()
+    x = torch.randn(60, 4)
+    posterior = uq.fit(
+        net, [(x, torch.arange(60))], "kfac", layers="last", prior_precision=2.0, progress=False
+    )
+    predictor = uq.wrap(net, posterior)
+    program = export(predictor, x[:4])  # nothing was predicted before
+    for held in (*program.constants.values(), *program.state_dict.values()):
+        assert not isinstance(held, torch.Tensor) or held.numel() < 1100**2 / 2
+    for rows in (1, 7):
+        # all classes take the points, and not the likely ones alone
+        gap = program.module()(x[:rows]).probs - predictor(x[:rows]).probs
+        assert float(gap.abs().sum(1).max()) / 2 < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["regression", pytest.param("many", marks=pytest.mark.study)])
 def test_an_onnx_file_of_a_last_layer_is_the_predictor(kind: str, tmp_path: Path) -> None:
     net, x, y, options = small(kind)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
 
 _WITHOUT_DOUBLE = ("mps",)
 
@@ -224,6 +229,21 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
     its own of each.
     """
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def program_constant(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """A function that makes real numbers also under a tracer, which takes them as constants: its modes are those of its
+    thread.
+    """
+
+    @wraps(make)
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        if not torch.compiler.is_compiling():
+            return make(*args, **kwargs)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(make, *args, **kwargs).result()
+
+    return made
 
 
 class DeferredChecks:

@@ -49,7 +49,9 @@ class ClosedForm:
         """
         self.network, self._posterior, self._layer, self._chosen = network, posterior, layer, chosen
         self._prediction_of, self._novelty, self._weights = prediction_of, novelty, weights
-        self._covariance = weights.of_layer(layer.name).traceable(layer.matrix_shape)
+        self._covariance = weights.of_layer(layer.name).traceable(
+            layer.matrix_shape, chosen.wants_covariance(layer.outputs, False)
+        )
 
     def __call__(self, *args: Any) -> Prediction:
         """The prediction of a batch."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from posthoc_uq.core.devices import as_double, widest_dtype
+from posthoc_uq.core.devices import as_double, program_constant, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 
 LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
@@ -261,7 +261,7 @@ class TurnedOutputCovariance(OutputCovariance):
         )
 
     def with_sum(self, like: Tensor) -> Tensor:
-        return self._turned_back(self._sums.expand(len(like), 1, -1), torch.ones_like(like).unsqueeze(1))[
+        return self._turned_back(self._sums.expand(like.shape[0], 1, -1), torch.ones_like(like).unsqueeze(1))[
             :, 0
         ]
 
@@ -328,9 +328,10 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
 
 
 @lru_cache(maxsize=32)
+@program_constant
 def _contrasts(classes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Helmert's contrasts ``B`` (classes, classes - 1), each class against those before it; ``kron(B, B)``; and the
-    identity (classes - 1, classes - 1). Cached, since a tracer needs them as constants.
+    identity (classes - 1, classes - 1).
     """
     with torch.inference_mode(False):
         steps = torch.arange(1, classes, dtype=torch.float64, device="cpu")
@@ -447,10 +448,9 @@ def _spread(
 
 
 @lru_cache(maxsize=32)
+@program_constant
 def normals(n_draws: int, width: int) -> Tensor:
-    """Standard normals ``(n_draws, width)``, cached, since a tracer needs them as constants. Columns beyond the
-    dimensions of the sequence are pseudo-random.
-    """
+    """Standard normals ``(n_draws, width)``. Columns beyond the dimensions of the sequence are pseudo-random."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False):  # cached tensors must work with autograd too
         engine = SobolEngine(min(width, SobolEngine.MAXDIM), scramble=True, seed=0)
@@ -475,9 +475,8 @@ def _placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.
 
 def normals_like(n_draws: int, width: int, like: Tensor) -> Tensor:
     """`normals` in the precision and on the device of `like`."""
-    points = normals(n_draws, width)  # also where they are placed already, so that a tracer finds them later
     if torch.compiler.is_compiling():
-        return points.to(like)
+        return normals(n_draws, width).to(like)
     return _placed_normals(n_draws, width, like.dtype, like.device)
 
 

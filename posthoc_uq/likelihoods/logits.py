@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.core.devices import without_autocast
+from posthoc_uq.core.devices import program_constant, without_autocast
 from posthoc_uq.likelihoods.draws import LogitCovariance, normals, normals_like
 
 _MAX_NUMBERS = 2**16  # logits at points that are computed at once, so that they stay in the cache
@@ -257,9 +257,8 @@ class GaussianLogits(NamedTuple):
     def _points(self, width: int, number: int | None = None) -> tuple[Tensor, Tensor]:
         """`points_of` this width, in the precision and on the device of these logits; by default `n_draws` of them."""
         number = self.n_draws if number is None else number
-        # also where they are placed already, so that a tracer finds them later
-        points, weights = points_of(width, number)
         if torch.compiler.is_compiling():
+            points, weights = points_of(width, number)
             return points.to(self.mean), weights.to(self.mean)
         return _placed_points(width, number, self.mean.dtype, self.mean.device)
 
@@ -511,13 +510,13 @@ def smallest(counts: Tensor, draws: int) -> Tensor:
 
 
 @lru_cache(maxsize=32)
+@program_constant
 def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
     """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
     where there are `_MANY` times as many points as numbers in one; else those of the first `_BEST` numbers are.
 
     One number: 33 points of the trapezoidal rule. Two: 187 of a hexagonal grid, whose weights are the normal density.
-    The error of both falls exponentially with the distance of points. More: `normals`, with equal weights. Cached,
-    since a tracer needs them as constants.
+    The error of both falls exponentially with the distance of points. More: `normals`, with equal weights.
     """
     with torch.inference_mode(False):
         if width > 2:

@@ -393,12 +393,13 @@ class Covariance:
         """
         raise self._cannot("row covariances")
 
-    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
-        """The covariance of a layer of one group, of which `output_variance`, `output_covariance` and `output_products`
-        can be traced for certain inputs: what they compute once is there.
+    def traceable(self, shape: tuple[int, int, int], covariances: bool) -> Covariance:
+        """The covariance of a layer of one group, of which `output_variance`, `output_products` and, with
+        `covariances`, `output_covariance` can be traced for certain inputs: what they compute once is there.
 
         Args:
             shape: ``(1, m, n)`` of the layer.
+            covariances: whether those of all pairs of outputs are asked for.
 
         Raises:
             PosthocUQError: it would have to be formed, and is too large.
@@ -407,7 +408,8 @@ class Covariance:
         with torch.inference_mode(False), torch.no_grad():
             zeros = torch.zeros(1, inputs, dtype=self.dtype, device=self.device)
             self.output_variance(as_double(zeros).unsqueeze(1))
-            self.output_covariance(zeros)
+            if covariances:
+                self.output_covariance(zeros)
             self.output_products(zeros).with_sum(zeros.new_zeros(1, outputs))
         return self
 
@@ -493,7 +495,7 @@ class _LayerOfBlock(Covariance):
     def variances_of(self, activations: Tensor) -> Tensor:
         return self.output_covariance(activations).diagonal(dim1=1, dim2=2)
 
-    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
+    def traceable(self, shape: tuple[int, int, int], covariances: bool) -> Covariance:
         """The whole matrix, by the quadratic forms of all pairs of weights."""
         _, outputs, inputs = shape
         size = outputs * inputs

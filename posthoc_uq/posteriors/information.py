@@ -331,10 +331,10 @@ class LowRankDiagonal(Independent):
         """``R^-1 D`` in float64, ``(G, L, L)``, for a tracer: not every program has triangular solves."""
         return self._inverse_columns().flatten(2)
 
-    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
+    def traceable(self, shape: tuple[int, int, int], covariances: bool) -> Covariance:
         if self.width:
             _ = self.wide_reduction
-        return super().traceable(shape)
+        return super().traceable(shape, covariances)
 
     @constant
     def wide_rows(self) -> tuple[Tensor, Tensor]:

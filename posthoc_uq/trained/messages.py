@@ -85,9 +85,9 @@ class Moved(Covariance):
         outputs._inner = self._inner.of_layer(start, shape, whole)
         return outputs
 
-    def traceable(self, shape: MatrixShape) -> Covariance:
+    def traceable(self, shape: MatrixShape, covariances: bool) -> Covariance:
         outputs = copy.copy(self)
-        outputs._inner = self._inner.traceable(shape)
+        outputs._inner = self._inner.traceable(shape, covariances)
         return outputs
 
     @constant
