@@ -57,17 +57,23 @@ def over_layers(
     found = []
     for place, (own, other) in enumerate(zip(train, test, strict=True)):
         labels = classes if by_class is None or by_class[place] else np.zeros_like(classes)
-        found.append(ratios(own, labels, other))
-    (last, left_out), stages = found[0], found[1:]
-    quantiles, excess = surprise_scale(left_out)
-    joined = last.copy()
-    for of_test, own_left_out in stages:
-        own, own_excess = surprise_scale(own_left_out)
-        values = log_odds(of_test)
-        at_last = np.interp(values, own, quantiles)
-        at_last += np.maximum(values - own[-1], 0) * excess / own_excess + np.minimum(values - own[0], 0)
-        joined = np.maximum(joined, 1 / (1 + np.exp(-at_last)))
-    return joined
+        of_test, left_out = ratios(own, labels, other)
+        found.append((of_test, surprise_scale(left_out)))
+    total = np.zeros(len(test[0]))
+    for place, (of_test, scale) in enumerate(found):
+        own = surprise(log_odds(of_test), *scale)
+        total += np.square(np.where((own > 4) & (place > 0), 4 + np.log1p(np.maximum(own - 4, 0)), own))
+    last, (quantiles, excess) = found[0]
+    total = np.sqrt(total)
+    at_last = np.interp(1 - np.exp(-total), np.arange(19) / 20, quantiles)
+    at_last += np.maximum(total - np.log(10), 0) * excess
+    return np.maximum(last, 1 / (1 + np.exp(-at_last)))
+
+
+def surprise(values: Array, quantiles: Array, excess: float) -> Array:
+    """The negative logarithm of the share of training rows that are at least as novel."""
+    shares = 1 - np.interp(values, quantiles, np.arange(19) / 20)
+    return -np.log(shares) + np.maximum(values - quantiles[-1], 0) / excess
 
 
 def pooled(x: Array, channel: int, counted: Array | None = None, rough: bool = False) -> Array:

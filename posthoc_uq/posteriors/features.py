@@ -31,7 +31,7 @@ from posthoc_uq.layers.operands import weighted
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, nothing_counts, weights_of
 from posthoc_uq.posteriors.block import TensorSpec, check_bounds
-from posthoc_uq.posteriors.stages import SCALE_NUMBERS, KeptRows, most_surprising, scale_of
+from posthoc_uq.posteriors.stages import SCALE_NUMBERS, KeptRows, joined, scale_of
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "positions", "pooled")
@@ -103,8 +103,8 @@ class FeatureGrams:
         return [self.basis.shape[0], *(stage.basis.shape[0] for stage in self.stages)]
 
     def over_layers(self, rows: Tensor) -> Tensor:
-        """The novelty of the last layer, or, where a stage is more surprised, the one that is as surprising there:
-        never less than `novelty`, and equal to it where no stage sees more.
+        """The novelty that is as surprising at the last layer as the input is to all layers together: never less than
+        `novelty`, and equal to it where no stage is surprised.
 
         Args:
             rows: features of the last layer and of the stages side by side, ``(samples, sum(columns))``.
@@ -115,7 +115,7 @@ class FeatureGrams:
         last, *others = rows.split(self.columns, dim=1)
         ratios = [stage.novelty(part) for stage, part in zip(self.stages, others, strict=True)]
         scales = [layer.scale for layer in (self, *self.stages) if layer.scale is not None]
-        return most_surprising(
+        return joined(
             torch.stack([self.novelty(last, SMOOTHING), *ratios]),
             as_double(torch.stack(scales).to(rows.device)),
         )

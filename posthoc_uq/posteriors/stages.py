@@ -1,14 +1,19 @@
-"""How surprising stages are: the novelty of a stage's input as the novelty that surprises as much at the last layer.
+"""How surprising an input is to several layers, as one novelty.
 
 A stage's ratios have a scale of their own. The ratios of a few hundred training rows, each left out of its own Gram,
-make them comparable: quantiles of their log-odds, and beyond the 90 % quantile an exponential tail with their mean
-excess. Where a stage is more surprised by an input than the last layer, its ratio counts as the one of the last layer
-at the same quantile.
+make them comparable: a surprise is the negative logarithm of the share of these rows that are at least as novel, by
+quantiles of their log-odds, and beyond the 90 % quantile by an exponential tail with their mean excess. The surprises
+of all layers join as the sides of a box do to its diagonal.
+
+A few hundred rows do not tell how rare larger surprises are, and inputs that differ from the training rows in one
+respect, such as those of a network that is fitted on noisy copies, all surprise a stage. So beyond `_TRUSTED` nats a
+stage's surprise grows like a logarithm: what it says of all alike hides little of what other layers say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 
 import torch
 from torch import Tensor
@@ -19,6 +24,9 @@ from posthoc_uq.core.distributed import gather
 MAX_ROWS = 512  # training rows that are left out
 _LEAST_ROWS = 32  # also where they need more than their budget
 _LEVELS = torch.linspace(0, 0.9, 19, dtype=torch.float64, device="cpu")
+_STEP = 0.05  # from one level to the next
+_TAIL = log(10)  # the surprise at the 90 % quantile
+_TRUSTED = 4.0  # nats, at which 2 % of the training rows are
 SCALE_NUMBERS = len(_LEVELS) + 1
 _LEAST_TAIL = 0.05  # of log-odds: a stage that is constant in training is no oracle
 _LEAST_STEP = 1e-6
@@ -40,25 +48,39 @@ def scale_of(ratios: Tensor) -> Tensor:
     return torch.cat([quantiles, excess.clamp(min=_LEAST_TAIL).reshape(1)])
 
 
-def most_surprising(ratios: Tensor, scales: Tensor) -> Tensor:
-    """The ratio of the last layer, or the one that is as surprising there as that of the most surprising stage. What
-    surprises as much on two scales is found by straight lines between the quantiles, and beyond them.
+def joined(ratios: Tensor, scales: Tensor) -> Tensor:
+    """The ratio that is as surprising at the last layer as the input is to all layers together: never below the last
+    layer's own, and equal to it where no stage is surprised.
 
     Args:
         ratios: of the last layer and of each stage, ``(layers, samples)``.
         scales: of each, from `scale_of`, ``(layers, 20)``.
     """
     values = log_odds(ratios)
-    last, own = scales[0], scales[1:].unsqueeze(1)
-    at_last, others = values[0], values[1:].unsqueeze(2)
-    starts, ends = own[..., :-2], own[..., 1:-1]
-    passed = ((others - starts) / (ends - starts).clamp(min=_LEAST_STEP)).clamp(0, 1)
-    within = passed @ (last[1:-1] - last[:-2])
-    beyond = (others - own[..., -2:-1]).clamp(min=0) * (last[-1] / own[..., -1:])
-    before = (others - own[..., :1]).clamp(max=0)
-    largest = (last[0] + within + (beyond + before).squeeze(2)).amax(0)
+    surprises = _surprises(values, scales)
+    last, stages = surprises[0], surprises[1:]
+    tamed = stages.clamp(max=_TRUSTED) + (stages - _TRUSTED).clamp(min=0).log1p()
+    total = torch.linalg.vector_norm(torch.cat([last.unsqueeze(0), tamed]), dim=0)
+    found = torch.maximum(_at(total, scales[0]).sigmoid(), ratios[0])
     # comparisons with NaN are false
-    return torch.where(largest <= at_last, ratios[0], torch.maximum(largest, at_last).sigmoid())
+    return torch.where(tamed.amax(0) <= 0, ratios[0], found)
+
+
+def _surprises(values: Tensor, scales: Tensor) -> Tensor:
+    """Of log-odds ``(layers, samples)``, the level by straight lines between the quantiles."""
+    quantiles, excess = scales[:, None, :-1], scales[:, -1:]
+    steps = (quantiles[..., 1:] - quantiles[..., :-1]).clamp(min=_LEAST_STEP)
+    passed = ((values.unsqueeze(2) - quantiles[..., :-1]) / steps).clamp(0, 1)
+    return (values - quantiles[..., -1]).clamp(min=0) / excess - (-_STEP * passed.sum(2)).log1p()
+
+
+def _at(surprises: Tensor, scale: Tensor) -> Tensor:
+    """The log-odds that are as surprising as this on a layer's scale, ``(samples,)``: the inverse of `_surprises`."""
+    quantiles, excess = scale[:-1], scale[-1]
+    shares = -(-surprises).expm1()  # of training rows that are less novel
+    starts = torch.arange(len(quantiles) - 1).to(scale)
+    passed = (shares.unsqueeze(1) / _STEP - starts).clamp(0, 1)
+    return quantiles[0] + passed @ quantiles.diff() + (surprises - _TAIL).clamp(min=0) * excess
 
 
 class KeptRows:
