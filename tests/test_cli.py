@@ -709,7 +709,15 @@ class TestFit:
     def test_several_processes_fit_the_same(self, place: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", "2", "-m", "posthoc_uq", "fit", place / "train"]
-        command += [*model_options(place), "--batch-size", 5, "--rank", RANK, "--prior-precision", 5.0]
+        command += [
+            *model_options(place),
+            "--batch-size",
+            5,
+            "--method inf --rank",
+            RANK,
+            "--prior-precision",
+            5.0,
+        ]
         command += ["--limit", 35, "-o", place / "two.h5", "--json"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         words = words_of(command)
@@ -1306,6 +1314,24 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder / f"of_{name}.csv",
         )
     return folder
+
+
+def test_what_a_fit_names_next_runs(desk: Path, tmp_path: Path) -> None:
+    """With the data's name put in; no temperature is printed where there are no logits."""
+    fit = ["--likelihood regression --target y --method diag --prior-precision 5 -o", tmp_path / "my p.h5"]
+    said = run("fit", desk / "data.csv", *_line(desk), *fit).stdout
+    named = said[said.index("Next, with held-out data as HELD_OUT.csv: posthoc-uq ") :].split("posthoc-uq ")[
+        1
+    ]
+    words = [str(desk / "held.csv") if word == "HELD_OUT.csv" else word for word in shlex.split(named)]
+    assert "promised: intervals" in run(*words).stdout
+    said += run("tune", tmp_path / "my p.h5", *_line(desk), "--data", desk / "new.csv").stdout
+    said += run("inspect", tmp_path / "my p.h5").stdout
+    assert "noise variance" in said and "temperature" not in said
+    net = [*_net(desk), "--val-data", desk / "val", "--method diag --prior-precision 5"]
+    said = run("fit", desk / "few", *net, "-o", tmp_path / "i.h5").stdout
+    assert f"posthoc-uq evaluate {tmp_path / 'i.h5'} TEST --model" in said
+    assert "temperature" in run("inspect", tmp_path / "i.h5").stdout
 
 
 def _line(desk: Path) -> list[Any]:

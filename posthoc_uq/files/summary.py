@@ -56,7 +56,8 @@ def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "scale", _text(contents["scale"])
     if "residual_weight" in _tunable(contents):
         yield "residual weight", _text(contents["residual_weight"])
-    yield "temperature", _text(contents["temperature"])
+    if not contents["evidence"]["targets"]:  # those of a regression, whose outputs are no logits
+        yield "temperature", _text(contents["temperature"])
     for name in BY_CLASS:
         if contents.get(name):
             yield name.replace("_", " "), _text(contents[name])

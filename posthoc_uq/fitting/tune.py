@@ -242,8 +242,6 @@ def tell_returned(posterior: Posterior, progress: bool) -> None:
         shown, noise = posterior.reported(), posterior.noise_variance
         if noise is not None:
             shown = {**shown, "noise variance": float(noise[0]) if len(noise) == 1 else "by output"}
-        if not posterior.likelihood.logits:
-            del shown["temperature"]
         values = ", ".join(
             f"{label} {value:.4g}" if isinstance(value, float) else f"{label} {value}"
             for label, value in shown.items()

@@ -508,7 +508,7 @@ class Posterior:
         known, shown = self.tunable | self.fixed_by_training, dict[str, Any]()
         for name, value in self.settings.plain().items():
             about = HYPERPARAMETERS[name]
-            if about.reported == "always" or (about.reported == "own" and name in known):
+            if about.reported and name in known:
                 shown[about.label] = "per layer" if isinstance(value, dict) else value
         if self.likelihood.has_noise and self.likelihood.noise_variance is None:  # else that is reported
             shown[HYPERPARAMETERS["noise_scale"].label] = self.noise_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from math import log
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from annotated_types import Ge, Le
 from pydantic import Discriminator, Field, Tag
@@ -111,7 +111,7 @@ class HyperparameterInfo:
         by_class: whether it is a number for each class, or label; none where all have the usual one.
         of_weights: whether the covariance of the weights depends on it.
         of_outputs: whether it enters the prediction that is made of the model's outputs.
-        reported: whether reports show it: ``"always"``, ``"own"`` where the posterior has it, or ``"never"``.
+        reported: whether reports show it where the posterior has it.
     """
 
     label: str
@@ -121,7 +121,7 @@ class HyperparameterInfo:
     by_class: bool = False
     of_weights: bool = True
     of_outputs: bool = False
-    reported: Literal["always", "own", "never"] = "own"
+    reported: bool = True
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ HYPERPARAMETERS = {
     ),
     # reported by the noise variance
     "noise_scale": HyperparameterInfo(
-        "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported="never"
+        "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported=False
     ),
     "temperature": HyperparameterInfo(
         "temperature",
@@ -224,7 +224,6 @@ HYPERPARAMETERS = {
         "it divides logits, and this likelihood's outputs are none",
         of_weights=False,
         of_outputs=True,
-        reported="always",
     ),
     "class_shift": HyperparameterInfo(
         "class shift",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv as csv_files
 import json
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -45,6 +46,7 @@ from posthoc_uq.app.cli.options import (
     Written,
     WrongUsage,
     check_extra,
+    naming_options,
 )
 from posthoc_uq.app.cli.outputs import Maps, Outputs, PredictionTable, text_file
 from posthoc_uq.app.cli.posterior_file import (
@@ -57,6 +59,7 @@ from posthoc_uq.app.cli.posterior_file import (
     output_names,
     stored_dtype,
 )
+from posthoc_uq.app.cli.tables import is_table
 from posthoc_uq.app.monitor import FALSE_ALARM_EVERY, drift_figure, monitor_for, read_state
 from posthoc_uq.app.scores import Scores, read_scores
 from posthoc_uq.core.batches import Bar, BatchReader, batches
@@ -228,13 +231,21 @@ def fit(
         if source.weights is None and not source.pretrained:
             lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
         lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
-        lines.append(f"Next: posthoc-uq {'calibrate' if val_data is None else 'evaluate'} --help")
+        lines.append(_next_command(data, output, source, calibrated=val_data is not None))
         facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
         return Done("\n".join(lines), facts)
 
     # the checkpoint is kept until the file is written
     with process_group(source.device) as device, kept_until_the_end(), on_all_ranks("the command"):
         return work(replace(source, device=device))
+
+
+def _next_command(data: str, output: str, source: ModelSource, *, calibrated: bool) -> str:
+    """What to run after a fit, with this model and a name in place of data that the fit has not seen."""
+    command, kind = ("evaluate", "test") if calibrated else ("calibrate", "held-out")
+    place = kind.upper().replace("-", "_") + (os.path.splitext(data)[1] if is_table(data) else "")
+    words = [command, output, place, *naming_options(source)]
+    return f"Next, with {kind} data as {place}: posthoc-uq {shlex.join(words)}"
 
 
 def _look_at(
@@ -804,7 +815,8 @@ def update(
 
     The result is that of a fit on all data for the methods diag, full, and kfac with --keep_grams. efb and inf keep
     their bases, and it is said how much of the new data's Fisher is outside of them. Prior precision and temperature
-    stay; what calibrate kept is cleared. FILE is replaced when all is done, and stays as it was if anything fails.
+    stay. What calibrate promised is dropped, of sets, intervals and referral: calibrate FILE again. FILE is replaced
+    when all is done, and stays as it was if anything fails.
 
     With --remove, DATA must be the same samples, unchanged: prepare images as they were prepared then. Data that cannot
     all have been in are refused, as far as the statistics show it.

@@ -7,7 +7,7 @@ says what the option's file is for, so that nothing is written over by mistake (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
@@ -148,6 +148,19 @@ class ModelSource:
     image_size: ImageSize | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
+
+
+_IN_THE_FILE = ("device", "image_size", "mean", "std")  # or another one for each command
+
+
+def naming_options(source: ModelSource) -> list[str]:
+    """The words of a command line that name this model to a command on the posterior's file."""
+    words = list[str]()
+    for option in fields(source):
+        value = getattr(source, option.name)
+        if option.name not in _IN_THE_FILE and value != option.default:
+            words += [f"--{option.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
 
 
 @dataclass(frozen=True, kw_only=True)
