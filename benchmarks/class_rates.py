@@ -4,6 +4,7 @@
   weights, on rows drawn by class (over- and undersampling), or plainly. Half of the data sets chose the rule.
 * `agree`: the classifiers of the defaults (`_zoo.py`), those that choose settings apart from those that are reported;
   predicted as they are and with noise of 0.7 deviations.
+* `some`: those of them with at least three classes, by held-out rows of half of the classes; all classes are predicted.
 
 Many draws of held-out labels are taken from rows that the network has not seen; the rest are predicted. NLL is less
 that of the temperature alone, in nats: the mean, and the worst draw. `ratio` is the mean probability of the rare class
@@ -21,7 +22,7 @@ import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class Case:
         shifted: the inputs of these with noise; None where they are not predicted.
         rare: the class that was made rare.
         options: of the fit.
+        of_some: whether held-out rows are of half of the classes.
     """
 
     name: str
@@ -81,6 +83,20 @@ class Case:
     shifted: Tensor | None
     rare: int | None
     options: dict[str, Any]
+    of_some: bool = False
+
+    def draws(self, count: int, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Held-out and remaining rows."""
+        labels, generator = self.test.targets, torch.Generator().manual_seed(1)
+        for held_out, rest in draws_of(self.test, count if not self.of_some else len(labels) // 2, draws, 0):
+            if not self.of_some:
+                yield held_out, rest
+                continue
+            classes = labels.unique()
+            chosen = classes[torch.randperm(len(classes), generator=generator)[: (len(classes) + 1) // 2]]
+            own = held_out[torch.isin(labels[held_out], chosen)]
+            if len(own) >= count:
+                yield own[:count], rest
 
 
 @cache
@@ -158,6 +174,13 @@ def of_equal_rates(pairs: Sequence[Pair], seeds: Sequence[int]) -> Iterator[Case
             )
 
 
+def of_some_classes(cases: Iterator[Case]) -> Iterator[Case]:
+    """Those with at least three classes, for held-out rows of half of the classes."""
+    for case in cases:
+        if len(case.test.targets.unique()) > 2:
+            yield replace(case, group=("some", case.group[1]), shifted=None, of_some=True)
+
+
 LogProbs = tuple[Tensor, Tensor | None]
 """Of all rows as they are, and with noise."""
 
@@ -227,7 +250,7 @@ Row = dict[str, float]
 def measured(case: Case, draws: int, library: bool) -> Iterator[tuple[int, str, Row]]:
     """By number of labels and scaling: NLLs, and the mean probability of the rare class over its frequency."""
     for count in LABELS:
-        for held_out, rest in draws_of(case.test, count, draws, 0):
+        for held_out, rest in case.draws(count, draws):
             labels = case.test.targets[rest]
 
             def nll(logs: Tensor, rest: Tensor = rest, labels: Tensor = labels) -> float:
@@ -237,7 +260,8 @@ def measured(case: Case, draws: int, library: bool) -> Iterator[tuple[int, str, 
             for scaling, (clean, noisy) in (by_library if library else by_logits)(case, held_out):
                 found = [nll(clean), *([] if noisy is None else [nll(noisy)])]
                 base = base or found
-                row = {"NLL": found[0] - base[0]}
+                right = float((clean[rest].argmax(1) == labels).double().mean())
+                row = {"NLL": found[0] - base[0], "accuracy": right}
                 if noisy is not None:
                     row["noise"] = found[1] - base[1]
                 if platt is not None:
@@ -265,6 +289,7 @@ def summary(cases: Iterator[Case], draws: int, library: bool) -> list[dict[str, 
         noise, platt = ([row[key] for row in own if key in row] for key in ("noise", "platt"))
         line["NLL, noise"] = f"{np.mean(noise):+.4f}" if noise else ""
         line["worst, noise"] = f"{max(noise):+.3f}" if noise else ""
+        line["accuracy"] = f"{np.mean([row['accuracy'] for row in own]):.3f}"
         line["less Platt"] = f"{np.mean(platt):+.4f}" if platt else ""
         medians = [
             np.median([row["ratio"] for row in part if "ratio" in row] or [1]) for part in by_case.values()
@@ -276,6 +301,14 @@ def summary(cases: Iterator[Case], draws: int, library: bool) -> list[dict[str, 
     return rows
 
 
+def kinds_of(
+    differ: Iterator[Case], pairs: Sequence[Pair], seeds: Sequence[int]
+) -> dict[str, Iterator[Case]]:
+    """The networks of every kind."""
+    agree, some = (of_equal_rates(pairs, seeds) for _ in range(2))
+    return {"differ": differ, "agree": agree, "some": of_some_classes(some)}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -283,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--library", action="store_true", help="`uq.calibrate` itself")
     parser.add_argument("--draws", type=int, help="of held-out labels; by default 10, with --library 2")
-    parser.add_argument("--only", choices=["differ", "agree"], help="one of the two kinds of networks")
+    parser.add_argument("--only", choices=["differ", "agree", "some"], help="one of the kinds")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS[:2]))
     parser.add_argument("--output", type=output_folder, default=OUTPUT, help="folder for networks and tables")
     parser.add_argument("--smoke", action="store_true", help="one small network of each kind, for the tests")
@@ -292,19 +325,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Shelf.folder = options.output / "networks"
     draws = options.draws or (2 if options.library else 10)
     differ = of_other_rates(list(IMBALANCED), STEPS, TRAININGS)
-    agree = of_equal_rates([pair for pair in CLASSIFIERS if pair.data != "reviews"], options.seeds)
+    pairs, seeds = [pair for pair in CLASSIFIERS if pair.data != "reviews"], options.seeds
     kinds = [options.library]
     if options.smoke:
         draws, kinds = 1, [False, True]
     for library in kinds:
         if options.smoke:
             differ = of_other_rates(["cancer"], STEPS[:1], TRAININGS[:1])
-            agree = of_equal_rates(pairs_named(["cancer, mlp relu"], CLASSIFIERS), [0])
+            pairs, seeds = pairs_named(["penguins, mlp relu"], CLASSIFIERS), [0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rows = [
                 row
-                for kind, cases in (("differ", differ), ("agree", agree))
+                for kind, cases in kinds_of(differ, pairs, seeds).items()
                 if options.only in (None, kind)
                 for row in summary(cases, draws, library)
             ]

@@ -491,7 +491,7 @@ def test_class_rates(tmp_path: Path) -> None:
     for name in ("logits", "library"):
         lines = (tmp_path / f"class_rates_{name}.csv").read_text().splitlines()
         assert {line.split(",")[4] for line in lines[1:]} == {"temperature", "auto", "bias", "vector"}
-        assert {line.split(",")[0] for line in lines[1:]} == {"balanced", "agree"}
+        assert {line.split(",")[0] for line in lines[1:]} == {"balanced", "agree", "some"}
 
 
 def test_few_labels(tmp_path: Path) -> None:

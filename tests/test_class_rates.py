@@ -185,6 +185,30 @@ def test_a_shift_is_taken_where_labels_clearly_speak_for_it() -> None:
     assert taken["own"] <= 1 and taken["other"] == 20
 
 
+@pytest.mark.parametrize("call", [uq.tune, uq.calibrate])
+def test_classes_that_no_row_has_keep_their_logits(call: Any) -> None:
+    """Also where labels speak for shifts of the others, which are 0 on the mean; and it is said."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(3000, 6, generator=generator)
+    shift = torch.tensor([0.0, 1.0, -1.5, 0.0, 0.0, 0.0])
+    labels = torch.multinomial((logits + shift).softmax(1), 1, generator=generator)[:, 0]
+    own = labels < 3
+    options: dict[str, Any] = {"head": "sampling", "n_samples": 1, "progress": False}
+    with pytest.warns(
+        UserWarning, match="No held-out row has class 3, class 4 and class 5, .*stay as they are"
+    ):
+        moved = call(certain("classification", 6), [(logits[own], labels[own])], **options)
+    assert moved.class_shift[3:] == (0, 0, 0) and sum(moved.class_shift) == pytest.approx(0, abs=0.02)
+    assert np.subtract(moved.class_shift[:3], shift[:3] - shift[:3].mean()) == pytest.approx(0, abs=0.2)
+    # labels of three classes that agree move none
+    agreeing = torch.multinomial(logits[:, :3].softmax(1), 1, generator=generator)[:, 0]
+    with pytest.warns(UserWarning, match="No held-out row has class 3"):
+        plain = call(certain("classification", 6), [(logits[:300], agreeing[:300])], **options)
+    assert not plain.class_shift
+    asked = call(certain("classification", 6), [(logits[own], labels[own])], scaling="bias", **options)
+    assert max(asked.class_shift[3:]) < -1
+
+
 # What is predicted
 
 SCALED = {"temperature": 1.3, "class_shift": (0.4, -0.2, -1.1), "class_scale": (1.2, 0.8, 1.1)}
@@ -406,6 +430,35 @@ def test_the_shift_of_known_rates_is_that_of_their_odds() -> None:
     new, old = (uq.wrap(each.model, each, "sampling", n_samples=1)(x).probs for each in (moved, plain))
     expected = old.double() * logs.exp()
     assert torch.allclose(new.double(), expected / expected.sum(1, keepdim=True), atol=1e-5)
+
+
+def test_rates_that_leave_few_samples_are_said() -> None:
+    x, labels = data(300, 1, 3, 1 / 3)
+    kept = torch.cat([(labels < 2).nonzero()[:, 0], (labels == 2).nonzero()[:5, 0]])
+    with pytest.warns(UserWarning, match=r"leave \d+ samples on which promises rest, .* have 5 of class 2"):
+        found = uq.calibrate(fitted(), [(x[kept], labels[kept])], class_rates=[0.3, 0.3, 0.4], progress=False)
+    promises = found.history.promises
+    assert promises is not None and promises.samples < 30
+
+
+def test_the_classes_that_moved_most_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    posterior = uq.calibrate(fitted(), held_out(), progress=True)
+    shift = dict(zip(("class 0", "class 1", "class 2"), posterior.class_shift, strict=True))
+    told = f"class 2 down by {-shift['class 2']:.3g}, class 0 up by {shift['class 0']:.3g}"
+    printed = capsys.readouterr().err
+    assert f"predictions moved by a class shift: {told}" in printed and "class shift [" not in printed
+    assert f"class shift: {told}" in str(posterior.report())
+    (shown,) = (line for line in str(posterior.history.trials).splitlines() if "temperature" in line)
+    assert shown.startswith("chosen: ") and f"  temperature={posterior.temperature:.5g}  " in shown
+    many = fitted().with_settings(
+        class_shift=torch.linspace(-2, 2, 9), class_scale=torch.linspace(0.5, 1.5, 9)
+    )
+    report = str(many.report())
+    assert (
+        "class shift: class 0 down by 2, class 1 down by 1.5, class 8 up by 2, class 7 up by 1.5 (9 in all)"
+        in report
+    )
+    assert "class scale: 0.5 (class 0) to 1.5 (class 8) (9 in all)" in report
 
 
 def test_rates_need_held_out_samples_of_every_class() -> None:

@@ -255,7 +255,9 @@ PROMISES = {
     "rates of values": Row(
         lambda: calibrate([(X, torch.ones(12, 1))], own=valued(), class_rates=[0.5, 0.5], link="mc"), "has none such"
     ),
-    "rates that are counts": Row(lambda: calibrate(class_rates=[1, 2, 3]), "class_rates"),
+    "rates that are counts": Row(
+        lambda: calibrate(class_rates=[1, 2, 3]), "with a sum of 6. Divide each by their sum"
+    ),
     "rates of two halves": Row(lambda: calibrate(class_rates=[0.5, 0.5, 0.5]), "with a sum of 1.5"),
     "rates of fewer classes": Row(lambda: calibrate(class_rates=[0.5, 0.5]), "of 0 to 1; give a rate for each class"),
     "rates of a class that is not there": Row(

@@ -212,6 +212,7 @@ ROWS = {
         lambda: PositionPrediction.cat([PIXELS, uq.Categorical().from_draws(torch.randn(2, 3, 4, 5, 1))]),
         "pad all inputs to one size"),
     # predictions of values
+    "sets by class that were promised otherwise": Row(lambda: CLASSES.set(0.9, by_class=True), "by_class=True\\)"),
     "a set of values": Row(lambda: COLUMN.set(), r"prediction\.interval"),
     "draws of one sample": Row(lambda: regression(torch.zeros(3)), "mean must be"),
     "no draws of values": Row(lambda: regression(torch.zeros(0, 3)), "at least one weight sample"),

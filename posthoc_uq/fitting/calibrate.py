@@ -31,7 +31,7 @@ from posthoc_uq.core.batches import (
     count_samples,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
@@ -46,9 +46,10 @@ from posthoc_uq.fitting.held_out import (
     TemperatureLosses,
     centre_of,
     class_scaling_noted,
+    doubt_of,
     most_probable_factor,
     temperature_penalty,
-    warn_of_disagreement,
+    warn_of_doubt,
 )
 from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
@@ -68,6 +69,7 @@ from posthoc_uq.likelihoods.conformal import (
     class_scores,
     held_out_scores,
     joint_score,
+    rounded_down,
     tuned_regularisation,
     wrong_up_to,
 )
@@ -83,7 +85,7 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import BY_CLASS, HEADS
 
 Share = Annotated[float, Gt(0), Lt(1)]
-Rate = Annotated[float, Gt(0), Lt(1)]
+_FEW = 30  # samples that promise after others were left out for class rates; of less it is said
 
 
 @defer_interrupts
@@ -148,13 +150,13 @@ def calibrate(
             and targets and the seed, not on their order. None: all samples do both, and promises hold approximately,
             but for those intervals of which all samples promise in any case.
         scaling: of logits, as in `tune`: by default ``"auto"``, a temperature, and a shift of each class where labels
-            clearly speak for it. Where none does, but a class's mean probability is far from its frequency, a warning
-            names it.
+            clearly speak for it, but for classes that no sample has. Where none does, but a class's mean probability is
+            far from its frequency, a warning names it.
         class_rates: those of the inputs to be predicted, a number for each class (two for a single logit), where they
             are known to be others than those of the loader, and inputs of each class the same. Each class's logit gets
             ``log(rate / rate in the loader)``. Promises go by the samples that are left when each class has lost so
             many at random that the rest has these rates; with `by_class` sets go by all samples of each class. Every
-            class needs some.
+            class needs some; a warning says how many are left, where they are few.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
             whose size adapts to the input, with random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each. Without it the report names
@@ -300,6 +302,8 @@ def calibrated(
             weights=weights,
         )
         measured = measured.changed(class_rates=class_rates)
+        if weights is not None and class_rates is not None and measured.samples < _FEW:
+            _warn_of_few(measured, weights, class_rates, by_class)
         promising = with_rare_classes(tuned.noted(promises=measured), rare)
         if not retunes or measured.kind == "positions":
             return promising
@@ -388,10 +392,13 @@ def _retuned(
         scaled = table.before(settings).at(temperature)
         if scaling != "temperature":
             own = class_scaled(scaled, start, scaling, partial(temperature_penalty, posterior))
-        warn_of_disagreement(scaled.disagreement() if own is start else None)
+        warn_of_doubt(doubt_of(scaled, scaling, moved=own is not start))
     new = _at_rates(class_scaling_noted(posterior.at(own), scaling), weights)
     if new.settings == settings:
         return posterior
+    if (trials := new.history.trials) is not None:
+        trials = replace(trials, temperature=new.temperature)
+        new = new.replaced(history=replace(new.history, trials=trials))
     found, before = new.settings.plain(), posterior.settings.plain()
     names = ("temperature", *BY_CLASS)
     retuned = {name: found.get(name, []) for name in names if found.get(name) != before.get(name)}
@@ -414,11 +421,11 @@ def _checked_rates(likelihood: Likelihood, class_rates: Sequence[float] | Tensor
     given: Any = class_rates
     if not isinstance(given, (str, dict)):
         given = given.tolist() if hasattr(given, "tolist") else list(given)
-    rates = check_option("class_rates", given, list[Rate])
-    if len(rates) < 2 or abs(sum(rates) - 1) > 1e-3:
+    rates = check_option("class_rates", given, list[float])
+    if len(rates) < 2 or min(rates) <= 0 or abs(sum(rates) - 1) > 1e-3:
         raise PosthocUQError(
-            f"class_rates must be a number for each class, with a sum of 1; these are {len(rates)} with a sum of "
-            f"{sum(rates):.4g}."
+            f"class_rates must be a number above 0 for each class, with a sum of 1; these are {len(rates)} with a sum "
+            f"of {sum(rates):.4g}. Divide each by their sum; a class that will not come gets a small one."
         )
     return rates
 
@@ -436,6 +443,20 @@ def _at_rates(posterior: Posterior, weights: _ClassWeights | None) -> Posterior:
     told = "moves predictions to the class rates that were given"
     how = told if how is None else f"{how}, and {told}"
     return posterior.at(replace(posterior.settings, class_shift=shift)).noted(tuning={"class shift": how})
+
+
+def _warn_of_few(
+    measured: ConformalScores, weights: _ClassWeights, class_rates: list[float], by_class: bool
+) -> None:
+    """Warn that class rates leave few samples, and of which class there are too few."""
+    scarcest = int(weights.shares.argmax())
+    own = round(class_rates[scarcest] / float(weights.shares[scarcest]))
+    highest = rounded_down(measured.samples / (measured.samples + 1))
+    what = "p-values and referral rest" if by_class else f"promises rest, up to a level of {highest:g},"
+    warn_user(
+        f"These class_rates leave {measured.samples} samples on which {what}: held-out data have {own} of class "
+        f"{scarcest}, and the others were thinned out to match; give more of class {scarcest}."
+    )
 
 
 class _ClassWeights(NamedTuple):
@@ -856,7 +877,7 @@ def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: in
         name, way_out = ("label", "") if kind == "label" else ("class", ", or leave by_class out")
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         raise PosthocUQError(
-            f"A promise for every {name} needs held-out samples of each, and there are none of {name} "
-            f"{', '.join(empty[:8])}{more}; give some{way_out}."
+            f"A promise for every {name} needs some of each among the samples that promise, and there are none of "
+            f"{name} {', '.join(empty[:8])}{more}; give more{way_out}."
         )
     return found

@@ -7,7 +7,7 @@ each class, too, ``a z / T + b`` (Guo, Pleiss, Sun, Weinberger 2017).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
@@ -37,6 +37,7 @@ MAX_P_VALUE = 0.05
 """... where labels would be as far from the mean probabilities by chance with this probability at most."""
 _LEAST_SHOWN = 0.001  # p-value of a class, times their number, from which a disagreement is said ...
 _AGREE = 0.8, 1.25  # ... unless the mean probability is so near to the frequency
+_MAX_NAMES = 4  # of classes in a text
 _SMALLEST = -1e4  # logit of a class that is masked out
 _BOUND = 12.0
 _DECADES = -1.0, 1.5
@@ -62,6 +63,10 @@ class ClassTable(NamedTuple):
         logits = self.logits - (np.array(settings.class_shift) if settings.class_shift else 0.0)
         logits = logits / (np.array(settings.class_scale) if settings.class_scale else 1.0)
         return self._replace(logits=logits * settings.temperature)
+
+    def of(self, classes: NDArray[np.bool_]) -> ClassTable:
+        """Of these classes or labels alone."""
+        return self._replace(logits=self.logits[:, classes], labels=self.labels[:, classes])
 
     def at(self, temperature: float) -> ClassTable:
         """Of logits as they are those at a temperature."""
@@ -95,6 +100,11 @@ class ClassTable(NamedTuple):
             return (probs * (1 - probs)).sum(0), np.zeros((0, probs.shape[1]))
         return probs.sum(0), probs
 
+    def has_both(self) -> NDArray[np.bool_]:
+        """Of which classes, or labels, some rows say yes and some no, ``(classes,)``; of classes: which any row has."""
+        counts = self.labels.sum(0)
+        return counts > 0 if self.softmax else (counts > 0) & (counts < len(self.labels))
+
     def p_value(self) -> float:
         """How probable labels are that are, in their sums by class, as far from the mean probabilities: by a chi-square
         statistic, with half a label added to each class's variance, since few labels are not normal.
@@ -109,7 +119,7 @@ class ClassTable(NamedTuple):
 
     def disagreement(self) -> str | None:
         """Which class, or label, has the frequency that is clearest another than its mean probability, in words with
-        both; None where chance may have made it so.
+        both, and what mends it; None where chance may have made it so.
         """
         from scipy.special import ndtr
 
@@ -125,7 +135,34 @@ class ClassTable(NamedTuple):
         if p_values[worst] >= _LEAST_SHOWN:
             return None
         name = f"class {worst}" if self.softmax else "class 1" if len(means) == 1 else f"label {worst}"
-        return f"{rates[worst]:.1%} of the held-out rows have {name}, and its mean probability is {means[worst]:.1%}"
+        return (
+            f"{rates[worst]:.1%} of the held-out rows have {name}, and its mean probability is {means[worst]:.1%}: "
+            f"the network was trained at other class rates. scaling='bias' gives each class's logit a shift that mends "
+            f"this."
+        )
+
+    def absence(self) -> str | None:
+        """Which classes no row has, though rows were predicted to have some of them, in words with what follows; None
+        where chance may have made it so.
+        """
+        absent = ~self.has_both()
+        if not self.softmax or not absent.any():
+            return None
+        total = self.probabilities(self.logits)[:, absent].sum(1)
+        if np.log1p(-np.minimum(total, 1 - 1e-12)).sum() > np.log(_LEAST_SHOWN):
+            return None
+        names = [f"class {each}" for each in absent.nonzero()[0]]
+        return (
+            f"No held-out row has {listed(names)}, which were predicted with {total.mean():.1%}: their logits stay as "
+            f"they are. Give rows of each; if new inputs have none either, scaling='bias' moves them, too."
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as one text: the first few, and how many more there are."""
+    more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    *first, last = [*names[:_MAX_NAMES], *more]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class ClassRows:
@@ -198,8 +235,11 @@ def class_scaled(
     penalty: Penalty,
 ) -> Hyperparameters:
     """Settings with the temperature, shift and scale of each class that labels find most probable: an average over the
-    spreads of their prior by the evidence of each (Laplace's approximation). With ``"auto"`` the settings as they are,
-    where labels do not clearly speak for a shift.
+    spreads of their prior by the evidence of each (Laplace's approximation).
+
+    With ``"auto"`` the settings as they are, where labels do not clearly speak for a shift; settings that have one have
+    passed that. A class that no row has then keeps its logit, since it may be missing because of how rows were picked.
+    The others get the shifts that are most probable by their labels among themselves, which are 0 on the mean.
 
     Args:
         table: of the predictions at these settings.
@@ -207,9 +247,15 @@ def class_scaled(
         scaling: ``"bias"``, ``"vector"`` or ``"auto"``.
         penalty: minus the logarithm of the prior density of a temperature.
     """
-    if scaling == "auto" and table.p_value() > MAX_P_VALUE:
+    whole, moved = table, table.has_both() | (scaling != "auto")
+    if not moved.all():
+        if moved.sum() < 1 + table.softmax:
+            return settings
+        table = table.of(moved)
+    if scaling == "auto" and not settings.class_shift and table.p_value() > MAX_P_VALUE:
         return settings
-    plain = table.before(settings)
+    plain = whole.before(settings)
+    plain = plain if moved.all() else plain.of(moved)
     scales = SCALE_SPREADS if scaling == "vector" else (None,)
     found = list[_Found]()
     for shift_spread, scale_spread in product(SHIFT_SPREADS, scales):
@@ -217,7 +263,7 @@ def class_scaled(
             _most_probable(plain, shift_spread, scale_spread, penalty, found[-1].x if found else None)
         )
     evidence = np.array([each.evidence for each in found])
-    if scaling == "auto":
+    if scaling == "auto" and not settings.class_shift:
         without = _most_probable(plain, None, None, penalty).evidence
         if not _logsumexp(evidence) - np.log(len(found)) - without > np.log(MIN_WEIGHT / (1 - MIN_WEIGHT)):
             return settings
@@ -226,10 +272,12 @@ def class_scaled(
         cast(Any, sum(weight * part for weight, part in zip(weights, parts, strict=True)))
         for parts in zip(*((each.shift, each.log_scale, each.log_temperature) for each in found), strict=True)
     )
+    shifts = np.zeros(len(moved))
+    shifts[moved] = shift
     return replace(
         settings,
         temperature=float(np.exp(log_temperature)),
-        class_shift=tuple(shift.tolist()),
+        class_shift=tuple(shifts.tolist()),
         class_scale=tuple(np.exp(log_scale).tolist()) if scaling == "vector" else (),
     )
 

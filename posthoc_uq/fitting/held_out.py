@@ -20,7 +20,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import joined
-from posthoc_uq.fitting.class_scaling import ClassRows, Scaling, class_scaled
+from posthoc_uq.fitting.class_scaling import ClassRows, ClassTable, Scaling, class_scaled
 from posthoc_uq.fitting.faithful import (
     Score,
     backward_dominates,
@@ -192,7 +192,7 @@ class HeldOutLoss(Score):
         by_sample: the losses of the last evaluation, ``(samples,)`` float64: the sum over a sample's labels.
         untempered: those of the first evaluation, at the temperature that the posterior had.
         temperature: that of all evaluations to come, None to search it.
-        disagreement: in words, where `class_scaled` left the mean probability of a class far from its frequency.
+        doubt: in words, where `class_scaled` left the mean probability of a class far from its frequency.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class HeldOutLoss(Score):
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.untempered: Tensor | None = None
         self.temperature: float | None = None
-        self.disagreement: str | None = None
+        self.doubt: str | None = None
         self._rows: ClassRows | None = None  # of the last mean, if they are wanted
         self._last: tuple[Hyperparameters, Trial] | None = None  # an evaluation that need not be made again
         self._at_every_prior: list[tuple[Any, Tensor]] | None = None
@@ -233,7 +233,7 @@ class HeldOutLoss(Score):
         """
         likelihood, asked = self.posterior.likelihood, scaling in ("bias", "vector")
         penalty = partial(temperature_penalty, self.posterior)
-        for _ in range(_SCALING_ROUNDS if self._tempered and likelihood.class_logits else 0):
+        for step in range(_SCALING_ROUNDS if self._tempered and likelihood.class_logits else 0):
             self._rows = ClassRows()
             trial = self.evaluate(settings)
             table, self._rows = self._rows.table(), None
@@ -247,10 +247,10 @@ class HeldOutLoss(Score):
             found = trial.settings
             if scaling != "temperature":
                 found = class_scaled(table, trial.settings, scaling, penalty)
+            if step == 0:
+                self.doubt = doubt_of(table, scaling, moved=found is not trial.settings)
             if found is trial.settings:
-                self.disagreement = table.disagreement()
                 break
-            scaling = "bias" if scaling == "auto" else scaling
             moved = np.subtract(found.class_shift, settings.class_shift or 0.0)
             settings, self._last, self.untempered = found, None, None
             if np.abs(moved).max() <= _SCALING_STEP:
@@ -481,13 +481,15 @@ def class_scaling_noted(posterior: Posterior, scaling: Scaling) -> Posterior:
     return posterior.replaced(history=replace(history, tuning=kept | has))
 
 
-def warn_of_disagreement(disagreement: str | None) -> None:
-    """Warn where predictions still have other class rates than held-out labels."""
-    if disagreement is not None:
-        warn_user(
-            f"{disagreement}: the network was trained at other class rates. scaling='bias' gives each class's logit a "
-            f"shift that mends this."
-        )
+def doubt_of(table: ClassTable, scaling: Scaling, *, moved: bool) -> str | None:
+    """What labels leave to be said of predictions without shifts, whose classes were `moved` or not; a sentence."""
+    return (table.absence() if scaling == "auto" else None) or (None if moved else table.disagreement())
+
+
+def warn_of_doubt(doubt: str | None) -> None:
+    """Warn where predictions may have other class rates than new data."""
+    if doubt is not None:
+        warn_user(doubt)
 
 
 class _Tried(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from torch import Tensor
 
 from posthoc_uq.core.errors import warn_user
+from posthoc_uq.fitting.class_scaling import listed
 from posthoc_uq.likelihoods.conformal import held_out_scores, quantile
 from posthoc_uq.likelihoods.selective import binomial_p_value
 from posthoc_uq.posteriors.posterior import Posterior
@@ -17,7 +17,6 @@ _LEVEL = 0.9
 _NEEDED = ceil(_LEVEL / (1 - _LEVEL) - 1e-9)  # samples for a promise of this level
 _RISK = 0.01  # that any class is named by chance
 _RARE = 1 / 3  # of the mean number of samples of a class
-_MAX_NAMES = 4
 RARE_CLASSES = "rare classes"
 """What the sentence is called in a report."""
 
@@ -57,26 +56,21 @@ class RareClasses:
         parts: list[str] = []
         if missed:
             named = [f"class {own} in {held[own] / counts[own]:.0%} of {counts[own]}" for own in missed]
-            parts.append(f"sets of 90 % hold {_listed(named)} held-out samples")
+            parts.append(f"sets of 90 % hold {listed(named)} held-out samples")
         if few:
             parts.append(
-                f"{_listed([f'class {own} has {counts[own]}' for own in few])} of the {samples:,} that promise"
+                f"{listed([f'class {own} has {counts[own]}' for own in few])} of the {samples:,} that promise"
             )
         if not parts:
             return None
-        text = (
-            f"{', and '.join(parts)}. A promise is an average over all classes; by_class=True promises for each by "
-            f"itself, from {_NEEDED} such samples of each on."
-        )
+        each = "by_class=True promises for each by itself"
+        if few:  # then it would fail
+            scarce = listed([f"class {own}" for own in few])
+            each += f", once {_NEEDED} samples of each promise: give more of {scarce}"
+        text = f"{', and '.join(parts)}. A promise is an average over all classes; {each}."
         usual = samples / classes
         rare = usual >= _NEEDED and any(counts[own] < _RARE * usual for own in few)
         return cls(text[0].upper() + text[1:], bool(missed) or rare)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-    *first, last = [*names[:_MAX_NAMES], *more]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def with_rare_classes(posterior: Posterior, rare: RareClasses | None) -> Posterior:

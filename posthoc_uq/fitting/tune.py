@@ -43,7 +43,7 @@ from posthoc_uq.fitting.faithful import (
     rows_named,
     set_faithful,
 )
-from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch, warn_of_disagreement
+from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch, warn_of_doubt
 from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
 from posthoc_uq.fitting.prior import DIVERGENCE, knows_noise
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
@@ -52,6 +52,7 @@ from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.history import CRITERIA, Criterion, HeadRecord, recordable
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.report import described_by_class
 from posthoc_uq.posteriors.search import maximise_evidence
 from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, Hyperparameters
 
@@ -242,6 +243,8 @@ def tell_returned(posterior: Posterior, progress: bool) -> None:
         shown, noise = posterior.reported(), posterior.noise_variance
         if noise is not None:
             shown = {**shown, "noise variance": float(noise[0]) if len(noise) == 1 else "by output"}
+        by_class = described_by_class(shown, posterior.likelihood.name)
+        shown = {label: value for label, value in shown.items() if label not in by_class}
         values = ", ".join(
             f"{label} {value:.4g}" if isinstance(value, float) else f"{label} {value}"
             for label, value in shown.items()
@@ -249,6 +252,9 @@ def tell_returned(posterior: Posterior, progress: bool) -> None:
         promises = posterior.history.promises
         promised = f", promises from {promises.samples:,} rows" if promises is not None else ""
         print_above(f"returned a new posterior: {values}{promised}", sys.stderr)
+        for label, told in by_class.items():
+            how = posterior.history.tuning.get(label, "as it was given")
+            print_above(f"predictions moved by a {label}: {told}; {how}", sys.stderr)
 
 
 @dataclass
@@ -523,7 +529,7 @@ class _ByHeldOutLabels(_Search):
                 search.set_temperature()
         self.evaluated = loss.evaluated()
         if not self.retuned:
-            warn_of_disagreement(loss.disagreement)
+            warn_of_doubt(loss.doubt)
         return search.finish()
 
     def names(self) -> list[str]:

@@ -25,6 +25,7 @@ from posthoc_uq.likelihoods.conformal import (
     SetScore,
     TargetScores,
     class_scores,
+    without_by_class,
 )
 from posthoc_uq.likelihoods.draws import (
     EXACT,
@@ -217,6 +218,7 @@ class LogitsPrediction(Prediction):
                 answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": level}
         return answers
 
+    @without_by_class
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """The classes that a set holds which contains the label with a probability of at least `level`, over inputs
         like the held-out ones: those whose score is at most the ``ceil((n + 1) level)``-th smallest of the held-out

@@ -8,10 +8,11 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from itertools import pairwise
 from math import ceil, floor, log
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from pydantic import Field, PrivateAttr, model_validator
@@ -23,6 +24,9 @@ from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
 from posthoc_uq.likelihoods.selective import SCORES, Tail, binomial_p_value, joint_surprise
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
@@ -59,6 +63,21 @@ class TargetScores(NamedTuple):
         """Of values, from scores ``(samples, ...)`` of their outputs."""
         flat = scores.reshape(scores.shape[0], -1)
         return cls(kind, flat, torch.zeros_like(flat, dtype=torch.int64))
+
+
+def without_by_class(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Have a method that reads promises answer ``by_class=`` with the call that makes them."""
+
+    @wraps(call)
+    def reads(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if "by_class" in kwargs:
+            raise PosthocUQError(
+                f"{call.__name__} reads what was promised, for all classes or for each: that is chosen before, by "
+                f"uq.calibrate(posterior, val_loader, by_class=True)."
+            )
+        return call(*args, **kwargs)
+
+    return reads
 
 
 SET_SIZE, INTERVAL_WIDTH = "set size", "interval width"

@@ -24,6 +24,7 @@ from posthoc_uq.likelihoods.conformal import (
     SetScore,
     TargetScores,
     scores_of_positions,
+    without_by_class,
 )
 from posthoc_uq.likelihoods.labels import Layout, are_soft, refuse_soft
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
@@ -274,6 +275,7 @@ class PositionPrediction(Prediction):
         """Of predictions of values: bounds of them with a promised probability."""
         raise no_interval_error()
 
+    @without_by_class
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """The classes that a set holds at every position, so that an input like the held-out ones has with a
         probability of at least `level` at least this share of its labels in the sets of their positions.

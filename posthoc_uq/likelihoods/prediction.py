@@ -23,6 +23,7 @@ from posthoc_uq.likelihoods.conformal import (
     SetScore,
     TargetScores,
     applying,
+    without_by_class,
 )
 from posthoc_uq.likelihoods.selective import SCORES
 
@@ -475,6 +476,7 @@ class Prediction(ABC):
         """
         return self.known_promises().p_values(self.at_promises().scores(), score)
 
+    @without_by_class
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """Of predictions of classes: those that hold the right one with a promised probability."""
         raise PosthocUQError("Values have no sets of classes; prediction.interval(level) has their bounds.")

@@ -89,6 +89,7 @@ class Trials:
         at_edge: the values at the edge of their search intervals.
         model_alone: validation NLL of the model without a posterior, where held-out data were given.
         nll_given_up_for_width: validation NLL above the best that was tried, for a wider posterior.
+        temperature: that all held-out labels chose afterwards, the posterior's; it is shown in place of the trials'.
     """
 
     criterion: Criterion
@@ -99,6 +100,7 @@ class Trials:
     at_edge: list[str] = field(default_factory=lambda: list[str]())
     model_alone: float | None = None
     nll_given_up_for_width: float | None = None
+    temperature: float | None = None
 
     @property
     def best(self) -> Trial | None:
@@ -137,6 +139,9 @@ class Trials:
 
     def _line(self, trial: Trial) -> str:
         tried = {HYPERPARAMETERS[name].label: getattr(trial.settings, name) for name in self.searched}
+        if self.temperature is not None:
+            del tried["temperature"]
+            tried |= {"temperature": self.temperature} if trial is self.chosen else {}
         numbers = tried | {CRITERIA[self.criterion].objective: trial.objective}
         return "  ".join(
             f"{label}={value:.5g}" if isinstance(value, float) else f"{label}={value}"

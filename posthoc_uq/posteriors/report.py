@@ -12,10 +12,11 @@ from posthoc_uq.core.tables import cell_text, text_table
 from posthoc_uq.likelihoods.conformal import ConformalScores, rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import ChangesRecord, History
-from posthoc_uq.posteriors.settings import same_settings
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, same_settings
 
 _SECONDS = "seconds, "  # begins the names of timings
 _MAX_NAMES = 8  # that a line lists
+_MOVED = 2  # classes that are named of those with the largest shifts, up and down
 # The names of the values that are read after a fit, in a few lines.
 _BRIEF = ("method", "likelihood", "layers", "samples", "prior precision", "noise variance")
 # What columns of the table mean that every posterior has; blocks explain their own.
@@ -116,6 +117,7 @@ def _lines(summary: Mapping[str, Any], tuning: Mapping[str, str]) -> dict[str, s
     seconds = timings(summary)
     hidden = {*(_SECONDS + name for name in seconds), "fisher chosen"}
     lines = {name: _shown(value) for name, value in summary.items() if name not in hidden}
+    lines |= described_by_class(summary, cast(str, summary.get("likelihood")))
     if "fisher chosen" in summary and "fisher" in lines:
         lines["fisher"] += f", chosen by {summary['fisher chosen']!r}"
     if seconds:
@@ -123,6 +125,34 @@ def _lines(summary: Mapping[str, Any], tuning: Mapping[str, str]) -> dict[str, s
     for name, how in tuning.items():
         lines[name] = f"{lines[name]}, {how}" if name in lines else how
     return lines
+
+
+def described_by_class(shown: Mapping[str, Any], likelihood: str) -> dict[str, str]:
+    """Label to text of the hyperparameters with a number for each class, of those that are shown: the largest shifts
+    down and up, the smallest scale and the largest.
+
+    Args:
+        shown: as `Posterior.reported` gives them.
+        likelihood: its name.
+    """
+    noun, texts = "label" if likelihood == "multilabel" else "class", dict[str, str]()
+    for about in HYPERPARAMETERS.values():
+        values: list[float] = shown.get(about.label, []) if about.by_class else []
+        if values:
+            one = len(values) == 1  # a single logit, of class 1
+            names = [f"{noun} {1 if one else place}" for place in range(len(values))]
+            order = sorted(range(len(values)), key=values.__getitem__)
+            if about.label == HYPERPARAMETERS["class_scale"].label:
+                ends = (order[0], order[-1])[: len(values)]
+                told = " to ".join(f"{cell_text(values[end])} ({names[end]})" for end in ends)
+            else:
+                down = [each for each in order[:_MOVED] if values[each] < 0]
+                up = [each for each in order[: -_MOVED - 1 : -1] if values[each] > 0]
+                sides = [(names[e], "up" if values[e] > 0 else "down", abs(values[e])) for e in [*down, *up]]
+                told = ", ".join(f"{name} {side} by {size:.3g}" for name, side, size in sides) or "0"
+            hides = len(values) > 2 * _MOVED
+            texts[about.label] = f"{told} ({len(values)} in all)" if hides else told
+    return texts
 
 
 def _shown(value: Any) -> str:

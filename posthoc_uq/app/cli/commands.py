@@ -79,7 +79,7 @@ from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.checkpoint import kept_until_the_end
 from posthoc_uq.posteriors.history import CRITERIA, Criterion
-from posthoc_uq.posteriors.report import described_changes, described_promises
+from posthoc_uq.posteriors.report import described_by_class, described_changes, described_promises
 
 INCOMPLETE = 3
 if TYPE_CHECKING:
@@ -452,14 +452,11 @@ def tune(
         **facts,
         "searched through": None if posterior.history.head is None else posterior.history.head.plain(),
     }
-    return Done(_tuning_in_words(facts), facts)
+    return Done(_tuning_in_words(facts, posterior.likelihood.name), facts)
 
 
-def _tuning_in_words(facts: Mapping[str, Any]) -> str:
-    lines: list[str] = []
-    for name, value in facts["hyperparameters"].items():
-        values = value if isinstance(value, list) else [value]
-        lines.append(f"{name}: {', '.join(f'{v:.5g}' if isinstance(v, float) else str(v) for v in values)}")
+def _tuning_in_words(facts: Mapping[str, Any], likelihood: str) -> str:
+    lines = _settings_in_words(facts["hyperparameters"], likelihood)
     if facts["criterion"] == "evidence":
         lines.append(
             "by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data"
@@ -473,6 +470,15 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
     if facts["divergence"] is not None:
         lines.append(f"divergence: {facts['divergence']:.3g} of at most {facts['budget']:g} nats")
     return "\n".join([*lines, f"Written to {facts['output']}."])
+
+
+def _settings_in_words(hyperparameters: Mapping[str, Any], likelihood: str) -> list[str]:
+    by_class, lines = described_by_class(hyperparameters, likelihood), list[str]()
+    for name, value in hyperparameters.items():
+        values = value if isinstance(value, list) else [value]
+        shown = ", ".join(f"{v:.5g}" if isinstance(v, float) else str(v) for v in values)
+        lines.append(f"{name}: {by_class.get(name, shown)}")
+    return lines
 
 
 def _hyperparameters(posterior: uq.Posterior) -> dict[str, Any]:
@@ -541,19 +547,18 @@ def calibrate(
         rewrite(posterior, source, stored_dtype(file))
     promises = posterior.history.promises
     assert promises is not None  # by this call
-    facts = {
+    facts: dict[str, Any] = {
         "output": output or file,
         "samples": promises.samples,
         "hyperparameters": _hyperparameters(posterior),
         "promises": described_promises(promises, posterior.settings.plain()),
         RARE_CLASSES: posterior.history.tuning.get(RARE_CLASSES),
     }
-    trials = posterior.history.trials
-    chosen = "nothing to tune" if trials is None else f"tuned: {str(trials).splitlines()[0]}"
-    promised = f"promised: {facts['promises']}"
+    lines = _settings_in_words(facts["hyperparameters"], posterior.likelihood.name)
+    lines.append(f"promised: {facts['promises']}")
     if facts[RARE_CLASSES] is not None:
-        promised += f"\n{RARE_CLASSES}: {facts[RARE_CLASSES]}"
-    return Done(f"{chosen}\n{promised}\nWritten to {facts['output']}.", facts)
+        lines.append(f"{RARE_CLASSES}: {facts[RARE_CLASSES]}")
+    return Done("\n".join([*lines, f"Written to {facts['output']}."]), facts)
 
 
 def predict(
