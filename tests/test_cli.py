@@ -421,6 +421,8 @@ def test_help_imports_nothing_heavy() -> None:
         "from posthoc_uq.evaluation import metrics; from posthoc_uq import *;"
         "fit, posthoc_uq.methods;"
         "[main([*name, '--help']) for name in (['fit'], ['predict'], ['serve'])];"
+        "from posthoc_uq.app import ModelSource, transform_of; from torch import nn;"
+        "transform_of(nn.Conv2d(3, 4, 3), ModelSource(model='nets:net'));"
         "heavy = 'backpack timm torchvision torchmetrics pandas matplotlib starlette scipy'.split();"
         "print([name for name in heavy if name in sys.modules]);"
         "from posthoc_uq.app import plots; plots.coverage_plot; print('torchmetrics' in sys.modules)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -77,41 +78,59 @@ class Preprocessing:
     timm: dict[str, Any] | None = None
 
     def transform(self) -> ImageTransform:
-        """As a transform."""
-        from torchvision import transforms
-
-        shorter = self.resize or (None if self.size is None else min(self.size))
-
-        def geometry(interpolation: str) -> list[Any]:
-            how = transforms.InterpolationMode(interpolation)
-            steps: list[Any] = [] if shorter is None else [transforms.Resize(shorter, how)]
-            return steps + ([] if self.size is None else [transforms.CenterCrop(self.size)])
-
+        """As a transform, which imports torchvision when it is first applied: tables have no need of it."""
+        shorter = self._shorter
         text = f"{self.channels} x " + (
             "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
         )
         text += "" if shorter is None else f" of {shorter}, {self.interpolation}"
         if self.mean:
             text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
-        colours = [transforms.Normalize(self.mean, self.std)] if self.mean else []
-        work: Any = transforms.Compose([*geometry(self.interpolation), transforms.ToTensor(), *colours])
-        if self.timm is not None and self.size is not None:
-            from timm.data.transforms_factory import create_transform
-
-            changed = {"input_size": (self.channels, *self.size), "mean": self.mean, "std": self.std}
-            work = cast(Any, create_transform)(**(self.timm | changed), is_training=False)
         return ImageTransform(
-            work,
+            self._prepare,
             _MODES.get(self.channels),
             text,
             self.mean or (0.0,) * self.channels,
             self.std or (1.0,) * self.channels,
-            # as Pillow takes the nearest pixel, also for images; torchvision's transforms of masks take another one
-            transforms.Compose(geometry("nearest"))
-            if (self.timm or {}).get("crop_mode") in (None, "center")
-            else None,
+            self._prepare_mask if (self.timm or {}).get("crop_mode") in (None, "center") else None,
             shorter or 0,
         )
+
+    @property
+    def _shorter(self) -> int | None:
+        return self.resize or (None if self.size is None else min(self.size))
+
+    def _prepare(self, image: Any) -> Any:
+        return self._of_images(image)
+
+    def _prepare_mask(self, image: Any) -> Any:
+        return self._of_masks(image)
+
+    @cached_property
+    def _of_images(self) -> Callable[[Any], Any]:
+        from torchvision import transforms
+
+        if self.timm is not None and self.size is not None:
+            from timm.data.transforms_factory import create_transform
+
+            changed = {"input_size": (self.channels, *self.size), "mean": self.mean, "std": self.std}
+            return cast(Any, create_transform)(**(self.timm | changed), is_training=False)
+        colours = [transforms.Normalize(self.mean, self.std)] if self.mean else []
+        return transforms.Compose([*self._geometry(self.interpolation), transforms.ToTensor(), *colours])
+
+    @cached_property
+    def _of_masks(self) -> Callable[[Any], Any]:
+        from torchvision import transforms
+
+        # as Pillow takes the nearest pixel, also for images; torchvision's transforms of masks take another one
+        return transforms.Compose(self._geometry("nearest"))
+
+    def _geometry(self, interpolation: str) -> list[Any]:
+        from torchvision import transforms
+
+        how, shorter = transforms.InterpolationMode(interpolation), self._shorter
+        steps: list[Any] = [] if shorter is None else [transforms.Resize(shorter, how)]
+        return steps + ([] if self.size is None else [transforms.CenterCrop(self.size)])
 
 
 def _numbers(values: tuple[float, ...]) -> str:
