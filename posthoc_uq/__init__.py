@@ -117,6 +117,9 @@ if TYPE_CHECKING:
         RegressionPrediction as RegressionPrediction,
     )
     from posthoc_uq.likelihoods import (
+        Survival as Survival,
+    )
+    from posthoc_uq.likelihoods import (
         sequence_scores as sequence_scores,
     )
     from posthoc_uq.methods import (

@@ -203,6 +203,7 @@ def test_every_likelihood_of_the_package_has_a_case_or_tests_elsewhere() -> None
         "classification",
         "binary",
         "regression",
+        "survival",
     } == set(LIKELIHOODS)
 
 

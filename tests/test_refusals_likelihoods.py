@@ -122,6 +122,19 @@ ROWS = {
         "a mean and a log variance for each of 1 targets"),
     "targets that are no numbers": Row(
         lambda: check(uq.Heteroscedastic(), (4, 2), torch.full((4,), NAN)), "not finite"),
+    "one output of times": Row(lambda: check(uq.Survival(), (4, 1)), "log lambda and log rho of a weibull"),
+    "a time alone": Row(lambda: check(uq.Survival(), (4, 2), torch.ones(4)), "a time, and whether the event was seen"),
+    "a time of 0": Row(lambda: check(uq.Survival(), (4, 2), torch.zeros(4, 2)), "finite and above 0"),
+    "half an event": Row(
+        lambda: check(uq.Survival(), (4, 2), torch.full((4, 2), 0.5)), r"1 or 0; .*censoring='interval'"),
+    "times that descend": Row(
+        lambda: check(uq.Survival(censoring="interval"), (4, 2), torch.tensor([[2.0, 1.0]] * 4)), "must not descend"),
+    "a time without an end": Row(
+        lambda: check(uq.Survival(censoring="interval"), (4, 2), torch.tensor([[0.0, math.inf]] * 4)),
+        "from 0 to infinity says nothing"),
+    "another family": Row(lambda: uq.Survival("gamma"), "family must be"),
+    "a survival before 0": Row(
+        lambda: uq.Survival().from_draws(torch.zeros(3, 4, 2)).survival(-1.0), "a time above 0"),
     "four ordered classes": Row(
         lambda: check(uq.Ordinal(), (4, 2), torch.arange(4)), r"3 ordered classes; labels must lie in 0\.\.2"),
     "no steps": Row(lambda: check(uq.Ordinal(), (4,)), r"\(samples, classes - 1\)"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         resolve_likelihood,
     )
     from posthoc_uq.likelihoods.selective import SCORES
+    from posthoc_uq.likelihoods.survival import Survival, SurvivalPrediction
 
 __all__ = [
     "LIKELIHOODS",
@@ -49,6 +50,8 @@ __all__ = [
     "PositionPrediction",
     "Prediction",
     "RegressionPrediction",
+    "Survival",
+    "SurvivalPrediction",
     "likelihood_from_attributes",
     "likelihood_to_attributes",
     "resolve_likelihood",
@@ -63,6 +66,7 @@ OFFERED = {
     "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
     "likelihood": "DrawnPrediction Fisher Likelihood",
     "ordinal": "Ordinal OrdinalPrediction",
+    "survival": "Survival SurvivalPrediction",
     "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",
     # predictions, and what an exported program gives of them
     "positions": "PositionPrediction sequence_scores",

@@ -32,6 +32,8 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 from posthoc_uq.likelihoods.labels import are_soft, are_whole, checked_soft
 
+_MAX_PAIRS = 2**22  # of inputs that are compared at once
+
 
 def plain(tensor: Tensor) -> Tensor:
     """The values in float64 on the CPU, without a graph."""
@@ -304,6 +306,26 @@ def rmse(mean: Tensor, targets: Tensor) -> float:
 
     mean, targets = same_shape(mean=mean, targets=targets)
     return mean_squared_error(mean.flatten(), targets.flatten(), squared=False).item()
+
+
+def concordance(predicted: Tensor, lower: Tensor, upper: Tensor) -> float:
+    """Of pairs of inputs of which one had its event before the other for sure, how often the predicted time of the
+    first is the smaller one, ties counting half: Harrell's C ("Evaluating the yield of medical tests", JAMA 1982); NaN
+    without such pairs.
+
+    Args:
+        predicted: (inputs,), times, or any number that is larger where the event comes later.
+        lower: (inputs,), before which the event did not happen.
+        upper: (inputs,), until which it did: of an event that was seen the same, infinity where it is not known.
+    """
+    predicted, lower, upper = same_shape(predicted=predicted, lower=lower, upper=upper)
+    pairs, right = 0, 0.0
+    for rows in torch.arange(len(predicted), device="cpu").split(max(1, _MAX_PAIRS // len(predicted))):
+        own, end = predicted[rows, None], upper[rows, None]
+        before = (end < lower) | ((end == lower) & (lower < upper))
+        pairs += int(before.sum())
+        right += float((before & (own < predicted)).sum() + (before & (own == predicted)).sum() / 2)
+    return right / pairs if pairs else math.nan
 
 
 def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> float:

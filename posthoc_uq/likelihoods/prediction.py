@@ -142,7 +142,7 @@ class Prediction(ABC):
         ),
         *("losses", "loss_name", "mistakes", "naming", "novelty_ratio", "numbers", "of_one_network"),
         *("retained_quality", "sample_keys", "shown_loss", "target_scores", "tensors", "unshifted"),
-        "with_novelty",
+        *("value_columns", "with_novelty"),
     )
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
@@ -338,15 +338,20 @@ class Prediction(ABC):
         Raises:
             PosthocUQError: there are other names than classes, or too few held-out scores for the level.
         """
-        values, more = cast(Any, self), {}
-        columns = {name: getattr(values, name, None) for name in ("mean", "standard_deviation")}
+        lists = {name: column.tolist() for name, column in self.value_columns(level).items()}
+        more = {"level": level} if "lower" in lists else {}
+        return [{**{name: c[index] for name, c in lists.items()}, **more} for index in range(len(self))]
+
+    def value_columns(self, level: float) -> dict[str, Tensor]:
+        """What is known of predicted values by the name of its column, shaped like the target; see `answers`."""
+        values, columns = cast(Any, self), dict[str, Tensor | None]()
+        for name in ("mean", "standard_deviation"):
+            columns[name] = getattr(values, name, None)
         if (variance := getattr(values, "epistemic_variance", None)) is not None:
             columns["epistemic_sd"] = variance.sqrt()
         if hasattr(values, "interval"):
             columns["lower"], columns["upper"] = values.interval(level)
-            more = {"level": level}
-        lists = {name: column.tolist() for name, column in columns.items() if column is not None}
-        return [{**{name: c[index] for name, c in lists.items()}, **more} for index in range(len(self))]
+        return {name: column for name, column in columns.items() if column is not None}
 
     @property
     @abstractmethod

@@ -25,6 +25,7 @@ LIKELIHOODS: Registry[type[Likelihood]] = Registry(
         "negative_binomial": Later("posthoc_uq.likelihoods.counts", "NegativeBinomial"),
         "gamma": Later("posthoc_uq.likelihoods.counts", "Gamma"),
         "heteroscedastic": Heteroscedastic,
+        "survival": Later("posthoc_uq.likelihoods.survival", "Survival"),
     }
 )
 """The likelihoods of this package, by the name that `fit` takes."""

@@ -28,7 +28,6 @@ from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 
@@ -195,7 +194,7 @@ class PredictionTable:
         classes = prediction.categories
         columns: dict[str, Sequence[str]] = {"file": [csv_text(file) for file in files]}
         if classes is None:
-            columns |= self._values(cast(RegressionPrediction, prediction))
+            columns |= self._values(prediction)
         else:
             columns |= self._ranked(prediction, classes)
         columns |= dict.fromkeys(("flag", "reason", "tail"), [""] * len(files))
@@ -259,16 +258,9 @@ class PredictionTable:
             for row in prediction.set(self.level).tolist()
         ]
 
-    def _values(self, prediction: RegressionPrediction) -> dict[str, Sequence[str]]:
-        lower, upper = prediction.interval(self.level)
-        found = {
-            "mean": prediction.mean,
-            "standard_deviation": prediction.standard_deviation,
-            "epistemic_sd": prediction.epistemic_variance.sqrt(),
-            "lower": lower,
-            "upper": upper,
-        }
-        outputs = prediction.mean[0].numel()
+    def _values(self, prediction: Prediction) -> dict[str, Sequence[str]]:
+        found = prediction.value_columns(self.level)
+        outputs = next(iter(found.values()))[0].numel()
         columns: dict[str, Sequence[str]] = {
             name if outputs == 1 else f"{name}_{i + 1}": _numbers(values.reshape(-1, outputs)[:, i].tolist())
             for i in range(outputs)
