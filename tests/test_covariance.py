@@ -18,6 +18,7 @@ from posthoc_uq.posteriors import (
     Mode,
     PrecisionSettings,
     SubnetworkBlock,
+    WideEigenvalueCorrectedBlock,
     WideKroneckerBlock,
     packed,
     precise_values,
@@ -77,6 +78,26 @@ def of_block(kind: str, groups: int) -> tuple[Covariance, Tensor]:
         return block.covariance(settings), torch.linalg.inv(
             SCALE * fisher + TAU * torch.eye(weights, dtype=DOUBLE)
         )
+    if kind == "efb_wide":
+        bases = [
+            torch.linalg.qr(normals(groups, size, kept, seed=size)).Q
+            for size, kept in ((INPUTS, INPUTS), (OUTPUTS, 2))
+        ]
+        values, rest = normals(groups, 2, INPUTS).square(), normals(groups, INPUTS, seed=1).square()
+        block = WideEigenvalueCorrectedBlock(*bases, values, rest)
+        vectors = torch.einsum("gop,giq->goipq", bases[1], bases[0]).flatten(1, 2).flatten(2)
+        outside = torch.eye(OUTPUTS, dtype=DOUBLE) - bases[1] @ bases[1].mT
+        others = bases[0] @ torch.diag_embed(rest) @ bases[0].mT
+        fisher = torch.block_diag(
+            *(
+                own * of_own.flatten() @ own.mT + torch.kron(of_outputs, of_inputs)
+                for own, of_own, of_outputs, of_inputs in zip(vectors, values, outside, others, strict=True)
+            )
+        )
+        torch.testing.assert_close(torch.block_diag(*block.dense()), fisher)
+        return block.covariance(settings), torch.linalg.inv(
+            SCALE * fisher + TAU * torch.eye(weights, dtype=DOUBLE)
+        )
     name, *choices = kind.split()
     correction, rank = choices or ("rescale", 12)
     block = build(name, stats, int(rank), correction)
@@ -92,6 +113,7 @@ CASES: dict[str, Callable[[int], tuple[Covariance, Tensor]]] = {
         "kfac",
         "kfac_wide",
         "efb",
+        "efb_wide",
         "inf rescale 1",
         "inf rescale 12",
         "inf clamp 12",

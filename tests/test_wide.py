@@ -1,15 +1,20 @@
-"""KFAC of a last layer with more classes than a Gram of them is formed for."""
+"""Last layers with more classes than a Gram of them is formed for."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 
 CLASSES = 1100
+VOCABULARY = 4200
+"""Classes, of which even a layer with positions has too many for a Gram of them."""
 Fitted = tuple[torch.nn.Sequential, uq.Posterior, uq.Posterior]
 
 
@@ -75,3 +80,100 @@ def test_more_samples_keep_the_trace() -> None:
     trace = kept.sum() + rest[0] * (CLASSES - kept.shape[1])
     assert float(rest) > 0
     assert float(trace) == pytest.approx(float(other.tensors()["output_eigenvalues"].sum()), rel=1e-5)
+
+
+def second_moments(
+    net: torch.nn.Module, x: Tensor, y: Tensor, tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Of the last layer's gradients ``G_s = sum_t (p - y)_t a_t^T`` in the bases of a posterior, and their squared
+    length along each input direction.
+    """
+    classes = tensors["output_basis"].shape[1]
+    with torch.no_grad():
+        hidden = net[:-1](x)  # type: ignore[index]
+        errors = net[-1](hidden).softmax(-1) - torch.nn.functional.one_hot(y, classes)  # type: ignore[index]
+    ones = torch.ones_like(hidden[..., :1])
+    rows = torch.cat([hidden, ones], -1).reshape(len(x), -1, hidden.shape[-1] + 1)
+    turned = errors.reshape(len(x), -1, classes).mT @ rows @ tensors["input_basis"][0]
+    inside = tensors["output_basis"][0].T @ turned
+    return inside.square().mean(0), turned.square().sum(1).mean(0)
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("rows", 60), ("rows", 300), ("tokens", 40), ("tokens", 150)])
+def test_efb_of_many_classes_has_exact_second_moments(kind: str, samples: int) -> None:
+    torch.manual_seed(0)
+    positions, classes = ((3,), VOCABULARY) if kind == "tokens" else ((), CLASSES)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, classes)).eval()
+    x, y = torch.randn(samples, *positions, 5), torch.randint(0, classes, (samples, *positions))
+    likelihood = uq.Categorical(class_dim=-1) if positions else "classification"
+
+    def fit(x: Tensor, y: Tensor, method: str) -> uq.Posterior:
+        own = (uq.EFB if method == "efb" else uq.KFAC)(fisher="empirical")
+        return uq.fit(
+            net, [(x, y)], own, layers="last", likelihood=likelihood, prior_precision=2.0, progress=False
+        )
+
+    posterior = fit(x, y, "efb")
+    (block,) = posterior.blocks.values()
+    assert block.kind == "efb_wide"
+    tensors = block.tensors()
+    inside, whole = second_moments(net, x, y, tensors)
+    torch.testing.assert_close(tensors["eigenvalues"][0], inside, rtol=1e-3, atol=1e-7 * float(inside.max()))
+    kept = tensors["output_basis"].shape[-1]
+    found = tensors["eigenvalues"][0].sum(0) + tensors["rest"][0] * (classes - kept)
+    torch.testing.assert_close(found, whole, rtol=2e-4, atol=0)
+    # of few samples the basis has all there is
+    assert bool((tensors["rest"] == 0).all()) == (samples * len(y[0].flatten()) < kept)
+    (of_kfac,) = fit(x, y, "kfac").blocks.values()
+    assert float(_trace(of_kfac.tensors())) == pytest.approx(
+        float(whole.sum()), rel=0.2 if kind == "rows" else 1e-4
+    )
+    grown = uq.update(posterior, [(x[:7] + 1, y[:7])], progress=False)
+    (more,) = (own.tensors() for own in grown.blocks.values())
+    inside, whole = second_moments(net, torch.cat([x, x[:7] + 1]), torch.cat([y, y[:7]]), tensors)
+    torch.testing.assert_close(more["eigenvalues"][0], inside, rtol=1e-3, atol=1e-6 * float(inside.max()))
+    found = more["eigenvalues"][0].sum(0) + more["rest"][0] * (classes - kept)
+    torch.testing.assert_close(found, whole, rtol=2e-4, atol=0)
+
+
+def _trace(tensors: dict[str, Tensor]) -> Tensor:
+    """Of a block by KFAC with few directions of the outputs."""
+    _, classes, kept = tensors["output_basis"].shape
+    outputs = tensors["output_eigenvalues"].sum() + tensors["output_rest"].sum() * (classes - kept)
+    return tensors["input_eigenvalues"].sum() * outputs
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    numbers, where = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(each, Tensor):
+                numbers = each.untyped_storage().nbytes() // each.element_size()
+                if numbers > self.numbers:
+                    self.numbers, self.where = numbers, f"{func} {tuple(each.shape)}"
+        return found
+
+
+@pytest.mark.parametrize("kind", ["rows", "tokens"])
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb", "diag"])
+def test_nothing_is_quadratic_in_classes(method: str, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    positions = (2,) if kind == "tokens" else ()
+    net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, VOCABULARY)).eval()
+    x, y = torch.randn(24, *positions, 5), torch.randint(0, VOCABULARY, (24, *positions))
+    likelihood = uq.Categorical(class_dim=-1) if positions else "classification"
+    with Largest() as largest:
+        posterior = uq.fit(net, [(x, y)], method, layers="last", likelihood=likelihood, progress=False)
+        if kind == "rows":
+            posterior = uq.calibrate(posterior, [(x, y)], progress=False)
+        uq.save(posterior, tmp_path / "p")
+        posterior = uq.load(tmp_path / "p", net)
+        for head, options in (("linearized", {}), ("sampling", {"n_samples": 3}), ("moments", {})):
+            prediction = uq.wrap(net, posterior, head, **options)(x[:4])
+            assert bool(prediction.mutual_information().isfinite().all())
+    assert largest.numbers < VOCABULARY**2 / 3, largest.where
+    assert (tmp_path / "p").stat().st_size < VOCABULARY**2 / 3

@@ -470,6 +470,82 @@ class SketchedGradientGram(RangeSketch):
         return self._sums["positions"] / samples
 
 
+class SketchedGradientFactors(Accumulator):
+    """The Grams of `GradientFactors`, of which the second is never formed: its sketch ``Y = sum G_s (G_s^T Omega)`` and
+    its trace.
+
+    Args:
+        inputs: size of the first Gram.
+        test_matrix: ``Omega``, ``(groups, outputs, width)``.
+        budget: bytes that one temporary may take.
+    """
+
+    def __init__(self, inputs: int, test_matrix: Tensor, budget: int) -> None:
+        groups, self.test_matrix = len(test_matrix), test_matrix
+        sums = {
+            "sketch": torch.zeros_like(test_matrix),
+            "input_gram": test_matrix.new_zeros(groups, inputs, inputs),
+            "rank": _count(),
+        }
+        super().__init__(sums, budget)
+
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
+        samples, groups, positions, outputs = gradients.shape
+        numbers = groups * 2 * positions * (positions + outputs + self._sums["input_gram"].shape[1])
+        for part in chunks(samples, numbers, gradients.element_size(), self._limit):
+            a, g = activations.part(part).rows(), gradients[part]
+            of_inputs, of_outputs = matmul(a, a.transpose(2, 3)), matmul(g, g.transpose(2, 3))
+            add_products(self._sums["input_gram"], a, matmul(of_outputs, a))
+            add_products(self._sums["sketch"], g, matmul(of_inputs, Rows(g).project(self.test_matrix)))
+        self._sums["rank"] += samples * min(gradients.shape[2:])
+
+    @property
+    def rank(self) -> int:
+        """A bound on the rank of both."""
+        return int(self._sums["rank"])
+
+    def means(self, samples: float) -> tuple[Tensor, Tensor, Tensor]:
+        """As `GradientFactors`: the first Gram, the sketch of the second, and its trace, ``(groups,)``."""
+        inputs = (self._sums["input_gram"] + self._sums["input_gram"].transpose(1, 2)) / 2
+        size, trace = inputs.shape[1], inputs.diagonal(dim1=1, dim2=2).sum(1)
+        scale = size / trace.clamp(min=torch.finfo(inputs.dtype).tiny)
+        share = 1 / (samples * size)
+        return inputs * scale[:, None, None], self._sums["sketch"] * share, trace * share
+
+
+class RotatedColumns(Accumulator):
+    """``sum_s |G_s u_j|^2`` for the columns of a basis of the inputs, ``(groups, inputs)``: the second moments of
+    `SquaredGradients` in that basis, summed over any basis of the outputs.
+
+    Args:
+        basis: ``(groups, inputs, inputs)``.
+        budget: bytes that one temporary may take.
+    """
+
+    def __init__(self, basis: Tensor, budget: int) -> None:
+        super().__init__({"columns": torch.zeros_like(basis[:, 0])}, budget)
+        self._basis = basis
+
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
+        samples, groups, positions, _ = gradients.shape
+        numbers = groups * positions * (positions + 2 * self._basis.shape[1])
+        for part in chunks(samples, numbers, gradients.element_size(), self._limit):
+            rows, own = activations.part(part).project(self._basis), gradients[part]
+            if positions == 1:
+                found = rows.square() * own.square().sum(3, keepdim=True)
+            else:
+                found = rows * matmul(matmul(own, own.transpose(2, 3)), rows)
+            self._sums["columns"] += found.sum((0, 2))
+
+    def mean(self, samples: float) -> Tensor:
+        """The mean over `samples`."""
+        return _mean_squares(self._sums["columns"].clone(), samples)
+
+
 class SquaredGradients(Accumulator):
     """The exact diagonal of the Fisher, the eigenvalues in a Kronecker-factored basis, or both.
 

@@ -30,6 +30,8 @@ from posthoc_uq.curvature.statistics import (
     GradientGram,
     InputGram,
     JointFisher,
+    RotatedColumns,
+    SketchedGradientFactors,
     SketchedGradientGram,
     SquaredGradients,
 )
@@ -47,6 +49,7 @@ from posthoc_uq.posteriors.laplace import (
     EigenvalueCorrectedBlock,
     FactorsOf,
     KroneckerBlock,
+    WideEigenvalueCorrectedBlock,
     WideKroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior
@@ -420,7 +423,7 @@ class KFAC(Laplace):
     def blocks(self, task: Task) -> dict[str, Block]:
         forms = _forms(task)
         sums, diagonals, samples = _sweep_for_factors(task, forms, wide=not self.keep_grams)
-        _with_later_positions(task, forms, sums, samples)
+        _with_later_positions(task, forms, sums, samples, wide=not self.keep_grams)
         factors = _decomposed(task, sums, samples, self.keep_grams)
 
         def block(name: str) -> Block:
@@ -458,10 +461,17 @@ class KFAC(Laplace):
         return means | diagonals
 
 
-Factors = tuple[InputGram, GradientGram | SketchedGradientGram] | tuple[GradientFactors]
+Factors = (
+    tuple[InputGram, GradientGram | SketchedGradientGram]
+    | tuple[GradientFactors]
+    | tuple[SketchedGradientFactors]
+)
 
 WIDE = 1024
-"""Outputs of a layer above which KFAC keeps the leading `_KEPT` directions of them, and forms no Gram."""
+"""Outputs of a layer above which the leading `_KEPT` directions of them are kept, and no Gram is formed."""
+_WIDE_AT_POSITIONS = (
+    4096  # the same of layers with positions: gradients of tokens have ranks enough to fill a Gram
+)
 _KEPT, _OVERSAMPLING = 256, 16  # where samples have no more ranks than these, nothing is left out
 
 
@@ -493,7 +503,7 @@ def _sweep_for_factors(
 
 
 def _with_later_positions(
-    task: Task, forms: dict[str, FactorsOf], sums: dict[str, Factors], samples: float
+    task: Task, forms: dict[str, FactorsOf], sums: dict[str, Factors], samples: float, wide: bool
 ) -> None:
     """Sum the factors of layers again that had one row a sample in the first batch, by which their form was chosen, and
     several in a later one, as sequences of other lengths give them. Changes `forms` and `sums`.
@@ -502,43 +512,51 @@ def _with_later_positions(
     later = {
         name
         for name, gram in gradients.items()
-        if not isinstance(gram, GradientFactors) and float(gram.positions(samples)) > 1 + 1e-9
+        if isinstance(gram, GradientGram | SketchedGradientGram) and float(gram.positions(samples)) > 1 + 1e-9
     }
     if later:
         check_reusable(task.loader, 2)
         forms |= dict.fromkeys(later, "gradients")
-        sums |= {name: factors for name, factors in _factors_of(task, forms).items() if name in later}
+        sums |= {name: factors for name, factors in _factors_of(task, forms, wide).items() if name in later}
         task.sweep({name: sums[name] for name in later}, "Kronecker factors, again")
 
 
 def _factors_of(task: Task, forms: Mapping[str, FactorsOf], wide: bool = False) -> dict[str, Factors]:
-    """Accumulators of every layer that can have factors."""
+    """Accumulators of the factors of these layers."""
     found: dict[str, Factors] = {}
     dtype, device, budget = task.plan.dtype, task.device, task.plan.memory_budget
     for number, (name, layer) in enumerate(task.factored.items()):
-        groups, outputs, inputs = layer.matrix_shape
-        if forms[name] == "gradients":
-            found[name] = (GradientFactors(layer.matrix_shape, dtype, device, budget),)
+        if name not in forms:
             continue
-        of_outputs: GradientGram | SketchedGradientGram
-        if wide and outputs > WIDE:
+        groups, outputs, inputs = layer.matrix_shape
+        of_gradients, normals = forms[name] == "gradients", None
+        if wide and outputs > (_WIDE_AT_POSITIONS if of_gradients else WIDE):
             generator = torch.Generator().manual_seed(mixed_seed(task.plan.seed, number))
             width = _KEPT + _OVERSAMPLING
             normals = torch.randn(groups, outputs, width, generator=generator, dtype=dtype, device="cpu")
-            of_outputs = SketchedGradientGram(normals.to(device), budget)
+            normals = normals.to(device)
+        if of_gradients and normals is not None:
+            found[name] = (SketchedGradientFactors(inputs, normals, budget),)
+        elif of_gradients:
+            found[name] = (GradientFactors(layer.matrix_shape, dtype, device, budget),)
         else:
-            of_outputs = GradientGram(groups, outputs, dtype, device, budget)
-        found[name] = InputGram(groups, inputs, dtype, device, budget), of_outputs
+            of_outputs = (
+                GradientGram(groups, outputs, dtype, device, budget)
+                if normals is None
+                else SketchedGradientGram(normals, budget)
+            )
+            found[name] = InputGram(groups, inputs, dtype, device, budget), of_outputs
     return found
 
 
 def _means(factors: Factors, samples: float) -> dict[str, Tensor]:
     """Both Grams of a layer, and by how many the second was divided for each sample."""
-    if len(factors) == 1:
-        means = factors[0].means(samples)
+    inputs, outputs = factors[0], factors[-1]
+    if isinstance(outputs, GradientFactors):
+        means = outputs.means(samples)
         return {**means, "positions": means["positions"].to(means["input_gram"])}
-    inputs, outputs = factors
-    assert isinstance(outputs, GradientGram)  # what is added up later is whole
+    # what is added up later is whole
+    assert isinstance(inputs, InputGram) and isinstance(outputs, GradientGram)
     grams = {"input_gram": inputs.mean(samples), "output_gram": outputs.mean(samples)}
     return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}
 
@@ -549,13 +567,19 @@ def _decomposed(task: Task, sums: dict[str, Factors], samples: float, keep_grams
     def decompose(name: str) -> dict[str, Tensor]:
         factors = sums.pop(name)
         inputs, outputs = factors[0], factors[-1]
+        if isinstance(outputs, SketchedGradientFactors):
+            gram, sketch, trace = outputs.means(samples)
+            return _of_wide(gram, outputs.rank, sketch, outputs.test_matrix, trace)
         if isinstance(outputs, SketchedGradientGram):
             assert isinstance(inputs, InputGram)
-            return _of_wide(inputs, outputs, samples)
+            sketch, trace = outputs.mean(samples), outputs.trace(samples)
+            return _of_wide(inputs.mean(samples), inputs.rows, sketch, outputs.test_matrix, trace)
         means = _means(factors, samples)
-        input_rows, output_rows = [
-            one.rank if isinstance(one, GradientFactors) else one.rows for one in (inputs, outputs)
-        ]
+        if isinstance(outputs, GradientFactors):
+            input_rows = output_rows = outputs.rank
+        else:
+            assert isinstance(inputs, InputGram)
+            input_rows, output_rows = inputs.rows, outputs.rows
         input_values, input_basis = eigh_descending(means["input_gram"], input_rows)
         output_values, output_basis = eigh_descending(means["output_gram"], output_rows)
         return {
@@ -569,13 +593,16 @@ def _decomposed(task: Task, sums: dict[str, Factors], samples: float, keep_grams
     return task.distribute({name: partial(decompose, name) for name in list(sums)}, "eigenbases")
 
 
-def _of_wide(inputs: InputGram, outputs: SketchedGradientGram, samples: float) -> dict[str, Tensor]:
-    """The same of a layer with very many outputs, see `WideKroneckerBlock`."""
-    input_values, input_basis = eigh_descending(inputs.mean(samples), inputs.rows)
-    values, basis = (found[..., :_KEPT] for found in nystrom(outputs.mean(samples), outputs.test_matrix))
+def _of_wide(
+    gram: Tensor, rows: int, sketch: Tensor, test_matrix: Tensor, trace: Tensor
+) -> dict[str, Tensor]:
+    """The same of a layer with very many outputs, see `WideKroneckerBlock`, from the Gram of its inputs, a sum over so
+    many rows, and the sketch and the trace of the other one.
+    """
+    input_values, input_basis = eigh_descending(gram, rows)
+    values, basis = (found[..., :_KEPT] for found in nystrom(sketch, test_matrix))
     rounding = torch.finfo(values.dtype).eps * values.shape[-1] ** 0.5
     values = values.masked_fill(values < rounding * values[..., :1], 0.0)
-    trace = outputs.trace(samples)
     left = trace - values.to(trace).sum(-1)
     left = left.masked_fill(left < rounding * trace, 0.0) / (basis.shape[-2] - basis.shape[-1])
     return {
@@ -598,7 +625,7 @@ class EFB(Laplace):
     """
 
     name: ClassVar[str] = "efb"
-    block_kinds: ClassVar[tuple[str, ...]] = ("efb", "diagonal")
+    block_kinds: ClassVar[tuple[str, ...]] = ("efb", "efb_wide", "diagonal")
     description: ClassVar[str] = "eigenvalues"
 
     def passes(self) -> int:
@@ -606,33 +633,59 @@ class EFB(Laplace):
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
         forms = _forms(task)
-        sums = _factors_of(task, forms)
+        sums = _factors_of(task, forms, wide=True)
         samples = task.sweep(sums, "Kronecker factors")
-        _with_later_positions(task, forms, sums, samples)
+        _with_later_positions(task, forms, sums, samples, wide=True)
         factors = _decomposed(task, sums, samples)
         return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
-        return [squares_of(layer, task, basis, diagonal=False)]
+        assert basis is not None
+        inputs, outputs = basis
+        squares = squares_of(layer, task, basis, diagonal=False)
+        whole = outputs.shape[-1] == outputs.shape[-2]
+        return [squares] if whole else [squares, RotatedColumns(inputs, task.plan.memory_budget)]
 
     def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
         assert basis is not None
-        return EigenvalueCorrectedBlock(*basis, sums[0].eigenvalues(samples))
+        if len(sums) == 1:
+            return EigenvalueCorrectedBlock(*basis, sums[0].eigenvalues(samples))
+        return WideEigenvalueCorrectedBlock(*basis, **_with_rest(sums, samples, basis[1]))
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        bases, factors = kept_bases(posterior, task), _factors_of(task, _forms(task))
+        bases, forms = kept_bases(posterior, task), _forms(task)
+        for name in list(forms):
+            if isinstance(posterior.blocks[name], WideEigenvalueCorrectedBlock):
+                del forms[name]  # it says itself what is outside of its basis
+        factors = _factors_of(task, forms)
         sums: dict[str, list[Any]] = {
-            name: [*self.accumulators(layer, task, bases[name]), *factors[name]]
+            name: [*self.accumulators(layer, task, bases[name]), *factors.get(name, ())]
             for name, layer in task.factored.items()
         }
-        wide = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
-        samples = task.sweep({**sums, **{name: [one] for name, one in wide.items()}}, self.description)
-        found: Tensors = {name: {"diagonal": one.diagonal(samples)} for name, one in wide.items()}
-        for name, of_layer in factors.items():
-            means, (inputs, outputs) = _means(of_layer, samples), bases[name]
+        diagonals = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
+        samples = task.sweep({**sums, **{name: [one] for name, one in diagonals.items()}}, self.description)
+        found: Tensors = {name: {"diagonal": one.diagonal(samples)} for name, one in diagonals.items()}
+        for name, of_layer in sums.items():
+            if name not in factors:
+                found[name] = _with_rest(of_layer, samples, bases[name][1])
+                continue
+            means, (inputs, outputs) = _means(factors[name], samples), bases[name]
             inside = _on_diagonal(means["input_gram"], inputs) * _on_diagonal(means["output_gram"], outputs)
-            found[name] = {"eigenvalues": sums[name][0].eigenvalues(samples), "inside": inside}
+            found[name] = {"eigenvalues": of_layer[0].eigenvalues(samples), "inside": inside}
         return found
+
+
+_LEAST_REST = 1e-5  # of all second moments of an input direction: what is less is rounding in float32
+
+
+def _with_rest(sums: Sequence[Any], samples: float, output_basis: Tensor) -> dict[str, Tensor]:
+    """What `WideEigenvalueCorrectedBlock` keeps beside its bases."""
+    squares, columns = sums
+    eigenvalues, whole = squares.eigenvalues(samples), columns.mean(samples)
+    left = whole - eigenvalues.sum(1)
+    left = left.masked_fill(left < _LEAST_REST * whole, 0.0)
+    _, outputs, kept = output_basis.shape
+    return {"eigenvalues": eigenvalues, "rest": left / (outputs - kept)}
 
 
 def _on_diagonal(gram: Tensor, basis: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ from posthoc_uq.posteriors.laplace import (
     KroneckerBlock,
     MeanFieldBlock,
     SubnetworkBlock,
+    WideEigenvalueCorrectedBlock,
     WideKroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
@@ -107,6 +108,7 @@ __all__ = [
     "TensorSpec",
     "WeightPrior",
     "Weights",
+    "WideEigenvalueCorrectedBlock",
     "WideKroneckerBlock",
     "jacobian_gram",
     "maximise_evidence",

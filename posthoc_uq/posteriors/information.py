@@ -65,6 +65,7 @@ _MAX_PAIRS = 2**20  # numbers of the covariance of a layer that is formed for ro
 _MAX_NUMBERS = 2**24  # ... they have at most so many numbers
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 _CHUNK = 2**20  # numbers in a temporary of a contraction
+_CACHED = 2**18  # numbers of a product that stay in the cache
 _SOLVED_ROWS = 256  # in one step of `_solved_plus_one`
 
 
@@ -599,7 +600,9 @@ class LowRankDiagonal(Independent):
         if not self.width:
             return Contracted(diagonal, diagonal)
         directions = as_double(self._directions(inputs.unsqueeze(2), shrunk)[:, :, 0])  # (rows, G, a, m)
-        reduction = torch.matmul(self.row_roots.to(directions), directions.permute(1, 3, 2, 0))
+        # in one memory: a product of each output's matrices copies them one by one otherwise
+        columns = directions.permute(1, 3, 2, 0).contiguous()
+        reduction = torch.matmul(self.row_roots.to(directions), columns)
         return Contracted(diagonal - reduction.square().sum(2).permute(2, 0, 1), diagonal)
 
     def variances_of(self, activations: Tensor) -> Tensor:
@@ -683,13 +686,17 @@ class LowRankDiagonal(Independent):
         ]  # (rows, a, m)
         basis = self._output_basis[0].to(directions)
 
+        parts = [slice(None)]
+        if not torch.compiler.is_compiling():  # under a tracer the number of samples is a symbol
+            step = max(1, _CACHED // directions[0].numel())
+            parts = [slice(start, start + step) for start in range(0, len(directions), step)]
+
         def multiplied(vectors: Tensor) -> Tensor:
-            columns = vectors.unsqueeze(2)  # (samples, k, 1, m)
-            core = torch.matmul(columns * directions.unsqueeze(1), basis).transpose(
-                2, 3
-            )  # (samples, k, g, a)
-            expanded = torch.matmul(basis, self._solved(core).to(core))  # (samples, k, m, a)
-            return diagonal * vectors - (expanded * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
+            columns, turned = vectors.unsqueeze(2), directions.unsqueeze(1)
+            core = torch.cat([(columns[part] * turned[part]) @ basis for part in parts])  # (samples, k, a, g)
+            solved = self._solved(core.transpose(2, 3)).transpose(2, 3).to(core).contiguous()
+            found = torch.cat([((solved[part] @ basis.T) * turned[part]).sum(2) for part in parts])
+            return diagonal * vectors - found
 
         return OutputCovariance(multiplied)
 

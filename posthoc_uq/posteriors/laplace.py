@@ -185,34 +185,20 @@ _KEPT = Size("kept_outputs", 1, OUTPUTS)
 
 
 @dataclass(eq=False, repr=False)
-class WideKroneckerBlock(Block):
-    """KFAC of a layer with very many outputs: `KroneckerBlock` with the leading directions of the outputs alone.
-
-    ``G ~ U diag(s_G) U^T + s (1 - U U^T)``, where ``s`` keeps the trace. With as many directions as ``G`` has ranks it
-    is exact, with ``s = 0``.
-
-    Attributes:
-        input_basis: ``U_A``, ``(groups, inputs, inputs)``; inputs include the bias's column.
-        output_basis: ``U``, ``(groups, outputs, kept)``.
-        input_eigenvalues: ``s_A``, ``(groups, inputs)``.
-        output_eigenvalues: ``s_G``, ``(groups, kept)``.
-        output_rest: ``s``, ``(groups,)``.
+class _WideEigenbasisBlock(Block):
+    """Of a layer with very many outputs: an eigenbasis of the inputs, the leading directions ``U`` of the outputs, and
+    one eigenvalue for each input direction that all other directions of the outputs share.
     """
 
-    kind = "kfac_wide"
     makes = WideKronecker
     factorises = False
 
     input_basis: Annotated[Tensor, TensorField(GROUPS, INPUTS, INPUTS, orthonormal=True)]
     output_basis: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, _KEPT, orthonormal=True)]
-    input_eigenvalues: Annotated[Tensor, TensorField(GROUPS, INPUTS, non_negative=True)]
-    output_eigenvalues: Annotated[Tensor, TensorField(GROUPS, _KEPT, non_negative=True)]
-    output_rest: Annotated[Tensor, TensorField(GROUPS, non_negative=True)]
 
     def _eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Of the Fisher, in the directions ``(G, k, n)`` and outside of them ``(G, 1, n)``."""
-        inputs = self.input_eigenvalues.unsqueeze(-2)
-        return self.output_eigenvalues.unsqueeze(-1) * inputs, self.output_rest[:, None, None] * inputs
+        raise AssertionError("each family defines its own eigenvalues")
 
     def leading(self) -> tuple[Tensor, Tensor, Tensor]:
         kept = slice(_LEADING)
@@ -236,9 +222,61 @@ class WideKroneckerBlock(Block):
         found = torch.einsum("gkop,gkij->goipj", of_outputs, of_inputs)
         return scale * found.flatten(3).flatten(1, 2)
 
+
+@dataclass(eq=False, repr=False)
+class WideKroneckerBlock(_WideEigenbasisBlock):
+    """KFAC of a layer with very many outputs: `KroneckerBlock` with the leading directions of the outputs alone.
+
+    ``G ~ U diag(s_G) U^T + s (1 - U U^T)``, where ``s`` keeps the trace. With as many directions as ``G`` has ranks it
+    is exact, with ``s = 0``.
+
+    Attributes:
+        input_basis: ``U_A``, ``(groups, inputs, inputs)``; inputs include the bias's column.
+        output_basis: ``U``, ``(groups, outputs, kept)``.
+        input_eigenvalues: ``s_A``, ``(groups, inputs)``.
+        output_eigenvalues: ``s_G``, ``(groups, kept)``.
+        output_rest: ``s``, ``(groups,)``.
+    """
+
+    kind = "kfac_wide"
+
+    input_eigenvalues: Annotated[Tensor, TensorField(GROUPS, INPUTS, non_negative=True)]
+    output_eigenvalues: Annotated[Tensor, TensorField(GROUPS, _KEPT, non_negative=True)]
+    output_rest: Annotated[Tensor, TensorField(GROUPS, non_negative=True)]
+
+    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
+        inputs = self.input_eigenvalues.unsqueeze(-2)
+        return self.output_eigenvalues.unsqueeze(-1) * inputs, self.output_rest[:, None, None] * inputs
+
     def largest_value(self, settings: PrecisionSettings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return settings.largest_precision(largest)
+
+
+@dataclass(eq=False, repr=False)
+class WideEigenvalueCorrectedBlock(_WideEigenbasisBlock):
+    """EFB of a layer with very many outputs: exact second moments in the leading directions of the outputs, and of each
+    input direction their mean over all others, so that the trace is exact.
+
+    Attributes:
+        eigenvalues: ``(groups, kept, inputs)``.
+        rest: ``(groups, inputs)``.
+    """
+
+    kind = "efb_wide"
+
+    eigenvalues: Annotated[
+        Tensor, TensorField(GROUPS, _KEPT, INPUTS, mean_of="eigenvalues", non_negative=True)
+    ]
+    rest: Annotated[Tensor, TensorField(GROUPS, INPUTS, mean_of="rest", non_negative=True)]
+
+    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
+        return self.eigenvalues, self.rest.unsqueeze(-2)
+
+    def trace_in_basis(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+        inside, outside = (float(as_double(part[name]).sum()) for name in ("eigenvalues", "rest"))
+        _, outputs, kept = self.output_basis.shape
+        return inside, inside + outside * (outputs - kept)
 
 
 @dataclass(eq=False, repr=False)
