@@ -5,7 +5,6 @@ Registries are read here too, so that a test that means every method, likelihood
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core import sample_keys
 from posthoc_uq.heads import HEADS
+from posthoc_uq.likelihoods import LIKELIHOODS as REGISTERED
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
 from posthoc_uq.posteriors import BLOCKS, FAMILIES
@@ -85,17 +85,7 @@ def registries_restored() -> Generator[None]:
             table.update(before)
 
 
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for own in kind.__subclasses__():
-        yield own
-        yield from _subclasses(own)
-
-
-LIKELIHOODS: list[str] = [
-    kind.name
-    for kind in _subclasses(Likelihood)
-    if kind.__module__.startswith("posthoc_uq.") and not inspect.isabstract(kind)
-]
+LIKELIHOODS: list[str] = [*REGISTERED]
 """The names of the package's likelihoods."""
 
 
