@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from posthoc_uq.layers import Layer, Rows
 from posthoc_uq.posteriors import (
     Covariance,
+    EigenvalueCorrectedBlock,
     InformationBlock,
+    KroneckerBlock,
     LayerRows,
     MeanFieldBlock,
     Mode,
@@ -222,6 +225,50 @@ def test_a_low_rank_of_any_size_in_float32(positions: int, samples: int) -> None
     scale = expected.diagonal(dim1=1, dim2=2).sqrt()
     relative = (found - expected) / (scale.unsqueeze(2) * scale.unsqueeze(1))
     assert relative.abs().max() < 2e-5
+
+
+def kronecker(smallest: float, table: bool = False) -> Any:
+    """KFAC of 48 outputs and 64 inputs, in float32: variances are from `smallest` times the largest on. A `table` has
+    an eigenvalue of its own for every pair of directions, as EFB has.
+    """
+    values = [torch.logspace(0, -6, size) for size in (64, 48)]
+    bases = [torch.linalg.qr(normals(1, size, size, seed=size)).Q.float() for size in (64, 48)]
+    largest = torch.ones(()) / smallest - 1
+    if table:
+        block: KroneckerBlock | EigenvalueCorrectedBlock = EigenvalueCorrectedBlock(
+            *bases, largest * normals(1, 48, 64).square().float()
+        )
+    else:
+        block = KroneckerBlock(*bases, values[0].unsqueeze(0), largest * values[1].unsqueeze(0))
+    covariance = block.covariance(PrecisionSettings(1.0, 1.0))
+    return covariance.prepared(torch.float32, torch.device("cpu"), 2**20)
+
+
+@pytest.mark.parametrize("mode", ["variance", "covariance"])
+def test_positions_by_grams_of_few_terms(mode: Mode) -> None:
+    """Gradients and activations along the directions of the least variance are among them."""
+    covariance = kronecker(1e-2)
+    activations, gradients = normals(16, 1, 12, 64), normals(16, 1, 2, 48, 12, seed=1)
+    bases = [torch.linalg.qr(normals(1, size, size, seed=size)).Q[0, :, :3] for size in (64, 48)]
+    activations[8:] = activations[8:] @ bases[0] @ bases[0].T
+    gradients[8:] = bases[1] @ bases[1].T @ gradients[8:]
+    layer = Layer("layer", "linear", "w", None, 1, 48, 64, (48, 64))
+    rows = {"layer": LayerRows(Rows(activations.float()), gradients.float())}
+    terms = covariance.terms
+    assert terms is not None and len(terms[1]) < 20
+    (found,) = precise_values([covariance.contract([layer], rows, mode)])
+    jacobian = torch.einsum("sgkot,sgti->skoi", gradients, activations).unsqueeze(2)
+    expected = torch.stack([covariance.quadratic(own) for own in jacobian])
+    scale = expected.diagonal(dim1=1, dim2=2).sqrt()
+    if mode == "variance":
+        assert (found / scale.square() - 1).abs().max() < 5e-6
+    else:
+        assert ((found - expected) / (scale.unsqueeze(2) * scale.unsqueeze(1))).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize(("smallest", "table"), [(1e-8, False), (1e-2, True)])
+def test_a_table_of_many_terms_is_none_of_few(smallest: float, table: bool) -> None:
+    assert kronecker(smallest, table).terms is None
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -517,13 +517,17 @@ class _LayerOfBlock(Covariance):
 # With ``Sigma = diag w - low rank`` and ``J_c = sum_t g_ct a_t^T``:
 #
 # * one position: ``J_c = g_c a^T`` is never formed. The diagonal gives ``sum_o g_co g_do (sum_i w_oi a_i^2)``;
-# * a few positions: the same with pairs of positions, ``sum_tu g_ct g_du (sum_i w_oi a_ti a_ui)``;
+# * a few positions: the same with pairs of positions, ``sum_tu g_ct g_du (sum_i w_oi a_ti a_ui)``; where ``w`` is a sum
+#   of few products, ``w_oi = sum_k p_ok q_ki``, what is in brackets follows from as many Grams of the positions;
 # * more positions (weight sharing): ``J`` is formed for a few rows of a few samples at a time and summed away. Bases
 #   turn the activations and output gradients beforehand, not ``J``.
 
 _FEWEST_ROWS = 256  # of a product with all weights, if memory allows
 _PART_BYTES = 2**23  # of a temporary on a CPU: 4 MiB take as long in more calls, 16 MiB more memory
 _FEW_OUTPUTS = 16  # of a layer, below which pairs of positions are formed in both orders
+_MAX_TERMS = 24  # products whose sum stands for a table of weights
+_TERMS_ERROR = 2e-6  # of such a sum, relative to every entry
+_GRID = 64  # rows and columns of a table, by which the terms are chosen
 
 
 class _Ways(NamedTuple):
@@ -532,12 +536,14 @@ class _Ways(NamedTuple):
     Attributes:
         by_pairs: the diagonal's part from pairs of positions; otherwise from J.
         by_positions: the low rank's part from every position; otherwise from J.
+        terms: from `terms_of`, where pairs of positions are known by Grams.
         of_sample: numbers of the largest temporary of a sample that has no outputs.
         of_outputs: the same that has.
     """
 
     by_pairs: bool
     by_positions: bool
+    terms: tuple[Tensor, Tensor] | None
     of_sample: int
     of_outputs: int
 
@@ -614,6 +620,11 @@ class Independent(Covariance):
         """
         least, most = (float(extreme) for extreme in self.weights.aminmax())
         return most if least == most else None
+
+    @constant
+    def terms(self) -> tuple[Tensor, Tensor] | None:
+        """``w`` of a layer of one group as few products, see `terms_of`; None where these are not looked for."""
+        return None
 
     def core_width(self, double: bool) -> int:
         """How many input directions a contraction takes of the low rank."""
@@ -696,11 +707,19 @@ class Independent(Covariance):
         if positions == 1 or mode == "joint":
             one = positions == 1
             of_output = functions * (max(1, width) if one else inputs)
-            return _Ways(one, one, groups * width * inputs, groups * outputs * of_output)
+            return _Ways(one, one, None, groups * width * inputs, groups * outputs * of_output)
         formed = functions * (positions + TOUCH_COST)
         squares, cores = functions * TOUCH_COST, functions * (TOUCH_COST + width) * (width > 0)
         # two numbers are touched for each pair of positions, of the products of activations and of those with w
         pairs = positions * (positions + 1) / 2 * (1 + TOUCH_COST / 2 * (1 / outputs + 1 / inputs))
+        terms, of_pairs = None if double else self.terms, positions**2 * inputs
+        if terms is not None:
+            rank = len(terms[1])
+            grams = rank * positions**2 * (1 / outputs + 1 / inputs)
+            grams += TOUCH_COST * positions * (rank / outputs + positions / inputs)
+            terms = terms if grams < pairs else None
+            if terms is not None:
+                pairs, of_pairs = grams, rank * positions * (positions + inputs)
         placed = positions * width * (1 + TOUCH_COST / 4 * (1 / outputs + 1 / inputs))
         costs = {
             (True, True): pairs + placed,
@@ -711,10 +730,11 @@ class Independent(Covariance):
         by_pairs, by_positions = min(costs, key=lambda each: costs[each])
         if not width:
             by_positions = by_pairs
-        fixed = max(positions**2 * by_pairs, positions * width * by_positions) * inputs
+        fixed = max(of_pairs * by_pairs, positions * width * inputs * by_positions)
         columns = [positions**2 * by_pairs, positions * width * by_positions]
         columns.append(functions * inputs * (not (by_pairs and by_positions)))
-        return _Ways(by_pairs, by_positions, groups * fixed, groups * outputs * max(columns))
+        terms = terms if by_pairs else None
+        return _Ways(by_pairs, by_positions, terms, groups * fixed, groups * outputs * max(columns))
 
     def _row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
         """Slices of the layer's rows, so small that `numbers` numbers of `item` bytes a row stay within the limit."""
@@ -779,7 +799,11 @@ class Independent(Covariance):
         lengths: Tensor | None = None
         if norms and inputs is not None:
             lengths = _squared_norms(inputs.transpose(0, 1), wide)
-        pairs = _pair_products(inputs, wide.shape[3]) if ways.by_pairs and mode != "joint" else None
+        pairs: Tensor | None = None
+        if inputs is not None and ways.by_pairs and mode != "joint":
+            pairs = (
+                _pair_products(inputs, wide.shape[3]) if ways.terms is None else _grams(inputs, ways.terms[1])
+            )
         diagonal: Tensor | None = None
         cores: Tensor | None = None
         item, outputs = wide.element_size(), gradients.shape[3]
@@ -809,7 +833,8 @@ class Independent(Covariance):
                 )
             else:
                 assert pairs is not None
-                squares = _by_pairs(pairs, by_output, self.weight_rows(rows, double), mode)
+                of_pairs = self.weight_rows(rows, double) if ways.terms is None else ways.terms[0][:, rows]
+                squares = _by_pairs(pairs, by_output, of_pairs, mode)
             if squares is not None:
                 diagonal = squares if diagonal is None else diagonal + squares
             if ways.by_positions:
@@ -938,12 +963,11 @@ class Independent(Covariance):
         return OutputCovariance(lambda vectors: diagonal * vectors)
 
 
-def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
+def _pair_products(inputs: Tensor, outputs: int) -> Tensor:
     """Products of the activations ``(G, samples, T, n)`` at two positions, ``(G, samples, pairs, n)``: of all
     ``T (T + 1) / 2`` pairs, or, of a layer of few outputs, whose products with them cost less than to choose, of both
     orders.
     """
-    assert inputs is not None
     positions = inputs.shape[2]
     if positions == 1:
         return inputs.square()
@@ -951,6 +975,49 @@ def _pair_products(inputs: Tensor | None, outputs: int) -> Tensor:
         return (inputs.unsqueeze(2) * inputs.unsqueeze(3)).flatten(2, 3)
     first, second, _ = pairs_of(positions, inputs.device)
     return inputs.index_select(2, first).mul_(inputs.index_select(2, second))
+
+
+def _grams(inputs: Tensor, scales: Tensor) -> Tensor:
+    """Products of activations ``(1, samples, T, n)`` at two positions, summed with each of the scales ``(r, n)``,
+    ``(1, samples, T^2, r)``.
+    """
+    _, samples, positions, _ = inputs.shape
+    scaled = (inputs[0].unsqueeze(1) * scales.unsqueeze(1)).flatten(1, 2)
+    grams = torch.bmm(scaled, inputs[0].transpose(1, 2))
+    return grams.view(1, samples, -1, positions**2).transpose(2, 3)
+
+
+def terms_of(table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A table ``(m, n)`` of positive numbers as a sum of few products, ``P Q`` with `P` ``(1, m, r)`` and `Q`
+    ``(r, n)``; None where that takes more than `_MAX_TERMS` or is not exact to `_TERMS_ERROR` of every entry.
+
+    Each term is a row of what is left, times a column of it (cross approximation). So the variances
+    ``1 / (x_i y_j + 1)`` of a Kronecker product with a prior take some 5 to 15 terms in float32.
+    """
+    wide = as_double(table)
+    rows, columns = (
+        torch.linspace(0, size - 1, min(size, _GRID), device=wide.device).round().long()
+        for size in wide.shape
+    )
+    grid = wide[rows][:, columns]
+    # From the row of the smallest numbers, at its largest: the first term is then below the table everywhere, so that
+    # terms do not cancel.
+    row = int(grid.sum(1).argmin())
+    column = int(grid[row].argmax())
+    left, right = wide.new_empty(len(wide), 0), wide.new_empty(0, wide.shape[1])
+    for _ in range(_MAX_TERMS):
+        own_row, own_column = rows[row], columns[column]
+        across = wide[own_row] - left[own_row] @ right
+        down = (wide[:, own_column] - left @ right[:, own_column]) / across[own_column]
+        left, right = torch.cat([left, down.unsqueeze(1)], 1), torch.cat([right, across.unsqueeze(0)])
+        shares = (1 - left[rows] @ right[:, columns] / grid).abs()
+        worst = int(shares.argmax())
+        if float(shares.flatten()[worst]) <= _TERMS_ERROR / 4:
+            break
+        row, column = divmod(worst, len(columns))
+    left, right = left.to(table.device, dtype), right.to(table.device, dtype)
+    off = (as_double(left) @ as_double(right)).div_(wide).sub_(1).abs_()
+    return (left.unsqueeze(0), right) if float(off.amax()) <= _TERMS_ERROR else None
 
 
 @lru_cache(maxsize=8)
@@ -1092,6 +1159,12 @@ class Kronecker(Independent):
     @constant
     def equal_weight(self) -> float | None:
         return None
+
+    @constant
+    def terms(self) -> tuple[Tensor, Tensor] | None:
+        if len(self.weights) > 1 or self.dtype == torch.float64:
+            return None
+        return terms_of(self.weights[0], self.dtype)
 
     def _contracted(
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
