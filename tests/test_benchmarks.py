@@ -502,6 +502,12 @@ def test_few_labels(tmp_path: Path) -> None:
         assert {"temperature scaling"} < rules and len(lines) > 6
 
 
+def test_referral(tmp_path: Path) -> None:
+    _script("referral").main(["--smoke", "--output", str(tmp_path)])
+    header, *lines = (tmp_path / "referral.csv").read_text().splitlines()
+    assert header.startswith("network,group,errors,join,AURC") and len(lines) == 11
+
+
 @pytest.mark.study
 def test_underconfident(tmp_path: Path) -> None:
     _script("underconfident").main(["--smoke", "--output", str(tmp_path)])

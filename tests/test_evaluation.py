@@ -367,18 +367,18 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     for level in (80, 90, 95):
         chosen = prediction.set(level / 100)
         inside = chosen[torch.arange(len(y)), y].double()
-        assert found["INF"][f"promised coverage of {level} %"] == pytest.approx(float(inside.mean()))
+        assert found["INF"][f"observed coverage of {level} %"] == pytest.approx(float(inside.mean()))
         assert found["INF"][f"set size of {level} %"] == pytest.approx(float(chosen.sum(1).double().mean()))
         by_class = evaluation.promised_by_class["INF"]["<c>"]
-        assert by_class[f"promised coverage of {level} %"] == pytest.approx(float(inside[y == 2].mean()))
+        assert by_class[f"observed coverage of {level} %"] == pytest.approx(float(inside[y == 2].mean()))
     assert evaluation.to_dict()["promised"] == found
     assert {"measure": "set size of 90 %", "value": found["INF"]["set size of 90 %"]}.items() <= next(
         row for row in evaluation.rows() if row["measure"] == "set size of 90 %"
     ).items()
     header, rows = evaluation.tables()["Promised sets by class, the least covered first"]
     assert header[:2] == ["model", "class"] and len(rows) == 7
-    assert [row[header.index("promised coverage of 95 %")] for row in rows] == sorted(
-        row[header.index("promised coverage of 95 %")] for row in rows
+    assert [row[header.index("observed coverage of 95 %")] for row in rows] == sorted(
+        row[header.index("observed coverage of 95 %")] for row in rows
     )
     (axes,) = evaluation.figures()["Coverage of promises"].axes
     levels, observed = axes.lines[1].get_data()
@@ -397,12 +397,12 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     (own,) = [group for group in grouped.groups if group.name == "<c>"]
     assert own.coverage == pytest.approx(float(inside[y == 2].mean())) and own.low < own.coverage <= own.high
     assert grouped.missing is not None and found["INF"]["ERT of 90 %"] == grouped.missing.value
-    header, rows = evaluation.tables()["Coverage of promises by group, the surest failures first"]
+    header, rows = evaluation.tables()["Coverage of promises by group, the least covered first"]
     assert [row[-1] for row in rows] == sorted(group.high for group in grouped.groups)[: len(rows)]
     assert evaluation.to_dict()["coverage by group"]["INF"]["ERT"]["fails"] is grouped.missing.fails
     drawn = evaluation.figures()["Coverage of promises by group"].axes
     assert [axes.get_xlabel() for axes in drawn] == ["entropy", "novelty", "set size", "class"]
-    assert "Coverage of promises by group, the surest" in page and "What the words mean" in page
+    assert "Coverage of promises by group, the least" in page and "What the words mean" in page
     # enough for 90 % alone
     posterior = uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)
     found = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False).promised["linearized"]
@@ -424,25 +424,25 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
     (found,) = evaluation.promised.values()
     if likelihood == "multilabel":
         chosen = prediction.set(0.9)
-        assert found["promised coverage of 90 %"] == pytest.approx(float(chosen[y > 0].double().mean()))
+        assert found["observed coverage of 90 %"] == pytest.approx(float(chosen[y > 0].double().mean()))
         (by_class,) = evaluation.promised_by_class.values()
         second = float(chosen[:, 1][y[:, 1] > 0].double().mean())
-        assert by_class["class 1"]["promised coverage of 90 %"] == pytest.approx(second)
+        assert by_class["class 1"]["observed coverage of 90 %"] == pytest.approx(second)
         (grouped,) = evaluation.coverage_by_group.values()
         assert [group.coverage for group in grouped.groups if group.by == "class"][1] == pytest.approx(second)
     else:
         low, high = prediction.interval(0.9)
         inside, width = ((low <= y) & (y <= high)).double().mean(), (high - low).double().mean()
         if likelihood == "poisson":  # whose bounds are whole numbers
-            assert 0.8 < found["promised coverage of 90 %"] <= float(inside)
+            assert 0.8 < found["observed coverage of 90 %"] <= float(inside)
         else:
-            assert found["promised coverage of 90 %"] == pytest.approx(float(inside))
+            assert found["observed coverage of 90 %"] == pytest.approx(float(inside))
         assert found["interval width of 90 %"] == pytest.approx(float(width), rel=1e-5)
         assert not evaluation.promised_by_class
         (grouped,) = evaluation.coverage_by_group.values()
         assert {group.by for group in grouped.groups} == {"novelty", "interval width"}
         assert grouped.missing is not None
-    assert "Coverage of promises" in evaluation.figures() and "promised coverage of 80 %" in str(evaluation)
+    assert "Coverage of promises" in evaluation.figures() and "observed coverage of 80 %" in str(evaluation)
 
 
 class TestJointScores:

@@ -189,7 +189,7 @@ def test_soft_labels_that_are_whole_promise_as_labels_do_and_others_not() -> Non
         uq.evaluate(uq.wrap(model, again), [(x, y)], progress=False).promised["linearized"]
         for y in (labels, smoothed)
     ]
-    assert measures[0]["promised coverage of 90 %"] == measures[1]["promised coverage of 90 %"]
+    assert measures[0]["observed coverage of 90 %"] == measures[1]["observed coverage of 90 %"]
     for name in ("pixels", "binary", "multilabel"):
         model, x, soft, likelihood, _ = case(name)
         posterior = uq.fit(

@@ -45,6 +45,7 @@ from posthoc_uq.evaluation.measurements import (
     Example,
     Measurements,
     column_decimals,
+    column_meanings,
 )
 from posthoc_uq.files.atomic import write
 from posthoc_uq.heads.predictor import Predictor
@@ -64,10 +65,12 @@ class Evaluation(Measurements):
     """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables."""
 
     def __str__(self) -> str:
-        parts = [
-            f"{title}\n\n{text_table(header, rows, digits=column_decimals(header, rows), indent='  ')}"
-            for title, (header, rows) in self.tables().items()
-        ]
+        parts, said = list[str](), set[str]()
+        for title, (header, rows) in self.tables().items():
+            lines = [line for line in column_meanings(header) if line not in said]
+            said |= {*lines}
+            table = text_table(header, rows, digits=column_decimals(header, rows), indent="  ")
+            parts.append("\n".join([f"{title}\n\n{table}", *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:

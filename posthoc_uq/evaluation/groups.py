@@ -77,8 +77,10 @@ class GroupedCoverage:
     missing: ExcessRisk | None
     groups: list[CoverageGroup]
 
-    def surest_failures(self, most: int) -> list[CoverageGroup]:
-        """So many of the groups, those first of which it is surest that they are covered too little."""
+    def least_covered(self, most: int) -> list[CoverageGroup]:
+        """So many of the groups, those first whose interval ends lowest; where that is below the level, a group is
+        covered too little.
+        """
         return sorted(self.groups, key=lambda group: group.high)[:most]
 
     def to_dict(self) -> dict[str, Any]:

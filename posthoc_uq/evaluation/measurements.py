@@ -66,6 +66,7 @@ class Measure(NamedTuple):
     larger_is_better: bool | None
 
 
+OBSERVED = "observed coverage"
 MEASURES = {
     "accuracy": Measure("Share of predictions that are right.", True),
     "top-5 accuracy": Measure("Share of inputs whose right class is among the five most probable.", True),
@@ -103,7 +104,7 @@ MEASURES = {
         None,
     ),
     "sharpness": Measure("Mean width of those intervals, in the target's units.", None),
-    "promised coverage": Measure(
+    OBSERVED: Measure(
         "Share of right answers inside promised sets or intervals. On average at least the level.",
         None,
     ),
@@ -115,7 +116,7 @@ MEASURES = {
     ),
     ERT_ERROR: Measure("How far off by chance that is.", None),
     "at least": Measure("The lower end of the 95 % interval of a coverage, given so few inputs.", None),
-    "at most": Measure("Its upper end. Below the level the group is covered too little.", None),
+    "at most": Measure("The upper end. Where it is below the level, the group is covered too little.", None),
     "set size": Measure("Mean number of classes in those sets.", None),
     "interval width": Measure("Mean width of those intervals, in the target's units.", None),
     "mean deviance": Measure(
@@ -478,7 +479,7 @@ class Measurements:
         by_title["Promised sets by class, the least covered first"] = _table(
             {row: _least_covered(by_class) for row, by_class in self.promised_by_class.items()}, "class"
         )
-        by_title["Coverage of promises by group, the surest failures first"] = self._groups_table()
+        by_title["Coverage of promises by group, the least covered first"] = self._groups_table()
         columns, rows = _table(self._by_scores_of_errors(), "score")
         by_title["Leaving the least certain inputs to a person"] = (
             [*columns[:2], LARGE_WHERE, *columns[2:]],
@@ -491,9 +492,9 @@ class Measurements:
         rows: list[list[Any]] = [
             [row, f"{100 * found.level:g} %", f"{words(by)} {name}", inputs, coverage, low, high]
             for row, found in self.coverage_by_group.items()
-            for by, name, inputs, coverage, low, high in found.surest_failures(_MAX_GROUPS)
+            for by, name, inputs, coverage, low, high in found.least_covered(_MAX_GROUPS)
         ]
-        return ["model", "level", "group", "inputs", "promised coverage", "at least", "at most"], rows
+        return ["model", "level", "group", "inputs", OBSERVED, "at least", "at most"], rows
 
     def _by_scores_of_errors(self) -> dict[str, dict[str, dict[str, float]]]:
         """`selective` without the scores that do not tell where errors are, unless one was asked for."""
@@ -542,9 +543,19 @@ def _least_covered(by_class: Mapping[str, Mapping[str, float]]) -> dict[str, Map
     """The classes with the smallest coverage at the highest level, of which a table has room for some."""
 
     def coverage(item: tuple[str, Mapping[str, float]]) -> float:
-        return [value for name, value in item[1].items() if name.startswith("promised coverage")][-1]
+        return [value for name, value in item[1].items() if name.startswith(OBSERVED)][-1]
 
     return dict(sorted(by_class.items(), key=coverage)[:_MAX_CLASSES])
+
+
+def column_meanings(header: Sequence[str]) -> list[str]:
+    """What the columns of promises mean, a line each."""
+    known = dict.fromkeys(column.partition(" of ")[0] for column in header)
+    return [
+        f"{name}: {MEASURES[name].meaning}"
+        for name in (OBSERVED, ERT, "at least", "at most")
+        if name in known
+    ]
 
 
 def column_decimals(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:

@@ -60,7 +60,7 @@ def _named(found: Mapping[float, Coverage], counted: Tensor | slice) -> dict[str
     measures: dict[str, float] = {}
     for level, kept in found.items():
         percent = f"of {100 * level:g} %"
-        measures[f"promised coverage {percent}"] = float(kept.covered[counted].mean())
+        measures[f"observed coverage {percent}"] = float(kept.covered[counted].mean())
         measures[f"{kept.unit} {percent}"] = float(kept.sizes[counted].mean())
     return measures
 
