@@ -1,6 +1,6 @@
 """Errors and costs of the links from Gaussian logits to class probabilities, by the number of classes.
 
-    python benchmarks/link_cost.py                     3 to 12,000 classes; some twenty minutes
+    python benchmarks/link_cost.py                     3 to 12,000 classes; some forty minutes of a processor
     python benchmarks/link_cost.py --cases digits 100  some of the networks
     python benchmarks/link_cost.py --smoke             three classes, few draws; seconds
 
@@ -34,7 +34,9 @@ from posthoc_uq.likelihoods.logits import logistic_normal
 
 DEVIATIONS = 0.5, 2.0, 6.0, 14.0
 DRAWS, DRAWS_OF_MANY = 100_000, 20_000
-"""Of the reference; the second of a thousand classes and more."""
+"""Of the reference; the second of more than a thousand classes."""
+ROWS, ROWS_OF_MANY = 4, 2
+"""Inputs whose errors are measured; the second of more than a thousand classes."""
 LINKS = "mc", "probit"
 TIMED = 64  # rows of a timed batch
 
@@ -190,7 +192,7 @@ def errors(log_probs: Tensor, probs: Tensor) -> dict[str, Tensor]:
     }
 
 
-def measured(name: str, rows: int, draws: int | None, timed: int = TIMED) -> list[Row]:
+def measured(name: str, rows: int | None, draws: int | None, timed: int = TIMED) -> list[Row]:
     """Errors of each link at each deviation, and costs."""
     torch.manual_seed(0)
     model, fit, shown, method = CASES[name]()
@@ -204,11 +206,13 @@ def measured(name: str, rows: int, draws: int | None, timed: int = TIMED) -> lis
         progress=False,
     )
     with torch.no_grad():
-        shown = shown[chosen_rows(model(shown), rows)]
+        logits = model(shown)
+    rows = rows or (ROWS if logits.shape[1] <= 1000 else ROWS_OF_MANY)
+    shown = shown[chosen_rows(logits, rows)]
     predictor = uq.wrap(model, posterior, outputs="all")
     mean, variance = predictor.functional_mean(shown), predictor.functional_variance(shown)
     classes, full = mean.shape[1], method == "kfac"
-    draws = draws or (DRAWS if classes < 1000 else DRAWS_OF_MANY)
+    draws = draws or (DRAWS if classes <= 1000 else DRAWS_OF_MANY)
     centred, covariances = variance.double() * (1 - 1 / classes), None
     if full:
         covariances = torch.cat([predictor.functional_covariance(row) for row in shown.split(1)]).double()
@@ -260,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", help="parts of names of the networks; all by default")
-    parser.add_argument("--rows", type=int, default=8, help="inputs whose errors are measured")
+    parser.add_argument("--rows", type=int, help="inputs whose errors are measured")
     parser.add_argument("--draws", type=int, help="of the reference, instead of the default numbers")
     parser.add_argument("--smoke", action="store_true", help="three classes and few draws")
     parser.add_argument("--json", type=output_file, help="a file for the results")
