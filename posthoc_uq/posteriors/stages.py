@@ -78,7 +78,7 @@ def _at(surprises: Tensor, scale: Tensor) -> Tensor:
     """The log-odds that are as surprising as this on a layer's scale, ``(samples,)``: the inverse of `_surprises`."""
     quantiles, excess = scale[:-1], scale[-1]
     shares = -(-surprises).expm1()  # of training rows that are less novel
-    starts = torch.arange(len(quantiles) - 1).to(scale)
+    starts = torch.arange(len(quantiles) - 1, device="cpu").to(scale)
     passed = (shares.unsqueeze(1) / _STEP - starts).clamp(0, 1)
     return quantiles[0] + passed @ quantiles.diff() + (surprises - _TAIL).clamp(min=0) * excess
 
