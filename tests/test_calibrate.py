@@ -264,6 +264,33 @@ def test_one_factor_on_all_variances_leaves_intervals_as_they_are(method: str) -
     assert factor.objective < unmoved.objective
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_held_out_rows_that_the_network_has_seen_are_named(likelihood: str) -> None:
+    """Training rows of a network that memorised them; of new rows nothing is said."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 6, generator=generator)
+    y = x[:, :1].sin() + torch.randn(240, 1, generator=generator)
+    y = y if likelihood == "regression" else (y[:, 0] > 0).long()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2 - y.is_floating_point())
+    )
+    loss = nn.MSELoss() if likelihood == "regression" else nn.CrossEntropyLoss()
+    model = _trained(model, loss, x[:120], y[:120])
+    seen, new = [(x[:120], y[:120])], [(x[120:], y[120:])]
+    posterior = uq.fit(model, seen, likelihood=likelihood, progress=False)
+    for rows, warned in ((seen, True), (new, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            uq.calibrate(posterior, rows, progress=False)
+            if likelihood == "regression":
+                uq.tune(posterior, rows, progress=False)
+        said = [
+            str(each.message) for each in caught if "was the network trained on them" in str(each.message)
+        ]
+        assert len(said) == (0 if not warned else 2 if likelihood == "regression" else 1), caught
+
+
 @pytest.mark.parametrize("likelihood", ["regression", "poisson"])
 def test_several_values_are_promised_jointly(likelihood: str) -> None:
     size = 1300 if likelihood == "poisson" else 2000  # intervals of counts are those of many draws

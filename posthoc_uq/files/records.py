@@ -232,6 +232,16 @@ def _check_promises(promises: ConformalScores) -> ConformalScores:
     return promises
 
 
+def _check_left_out(found: LeaveOneOut) -> LeaveOneOut:
+    of_classes = (found.accuracy is None, found.temperature is None)
+    of_regression = (found.noise_variance is None, found.noise_scale is None)
+    if {of_classes, of_regression} != {(True, True), (False, False)}:
+        raise ValueError("must have accuracy and temperature, or noise_variance and noise_scale")
+    if found.rows > found.samples:
+        raise ValueError(f"has left out {found.rows} of {found.samples} samples")
+    return found
+
+
 _MAX_INPUTS = 64
 
 
@@ -253,7 +263,7 @@ class HistoryRecord(Record):
     head: Annotated[HeadRecord, AfterValidator(_check_options)] | None = None
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
-    leave_one_out: LeaveOneOut | None = None
+    leave_one_out: Annotated[LeaveOneOut, AfterValidator(_check_left_out)] | None = None
     calibration: ScaleCorrection | None = None
     promises: Annotated[ConformalScores, AfterValidator(_check_promises)] | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""

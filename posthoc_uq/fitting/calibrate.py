@@ -53,6 +53,7 @@ from posthoc_uq.fitting.held_out import (
 )
 from posthoc_uq.fitting.prior import knows_noise
 from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
+from posthoc_uq.fitting.seen_rows import warn_of_few_errors, warn_of_little_noise
 from posthoc_uq.fitting.tune import checked_scaling, has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -301,6 +302,7 @@ def calibrated(
             retunes=retunes,
             weights=weights,
         )
+        warn_of_few_errors(tuned, measured)
         measured = measured.changed(class_rates=class_rates)
         if weights is not None and class_rates is not None and measured.samples < _FEW:
             _warn_of_few(measured, weights, class_rates, by_class)
@@ -344,6 +346,7 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     searched = Trials("likelihood", ("prior_precision", "noise_scale"), trials, chosen=trials[1])
     how = f"times {factor:.4g}, like the weights' variance, by the likelihood of {labels:,} held-out labels"
     new = posterior.at(trials[1].settings).noted(tuning={"noise variance": how})
+    warn_of_little_noise(new, labels)
     return new.replaced(history=replace(new.history, trials=searched))
 
 

@@ -46,6 +46,7 @@ from posthoc_uq.fitting.faithful import (
 from posthoc_uq.fitting.held_out import Evaluated, HeldOutLoss, HeldOutSearch, warn_of_doubt
 from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
 from posthoc_uq.fitting.prior import DIVERGENCE, knows_noise
+from posthoc_uq.fitting.seen_rows import warn_of_little_noise
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.likelihood import Likelihood
@@ -530,7 +531,10 @@ class _ByHeldOutLabels(_Search):
         self.evaluated = loss.evaluated()
         if not self.retuned:
             warn_of_doubt(loss.doubt)
-        return search.finish()
+        found = search.finish()
+        if "noise" in names:
+            warn_of_little_noise(found, loss.labels)
+        return found
 
     def names(self) -> list[str]:
         """The names of what is searched, one after the other; there may be none."""

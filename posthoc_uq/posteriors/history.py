@@ -184,16 +184,6 @@ class LeaveOneOut(Record):
     ridge: Annotated[float, Field(gt=0, le=LARGEST)]
     initial: bool = False
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> LeaveOneOut:
-        of_classes = (self.accuracy is None, self.temperature is None)
-        of_regression = (self.noise_variance is None, self.noise_scale is None)
-        if {of_classes, of_regression} != {(True, True), (False, False)}:
-            raise ValueError("must have accuracy and temperature, or noise_variance and noise_scale")
-        if self.rows > self.samples:
-            raise ValueError(f"has left out {self.rows} of {self.samples} samples")
-        return self
-
     def __str__(self) -> str:
         if self.temperature is not None:
             kept = "kept at 1" if self.temperature == 1.0 else f"{self.temperature:.4g}"
