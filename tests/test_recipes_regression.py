@@ -40,7 +40,9 @@ def toy() -> Namespace:
 
 @pytest.fixture(scope="module")
 def active() -> Namespace:
-    return recipe_modules("active_learning", ["compare", "batchbald", "expected_improvement"])
+    return recipe_modules(
+        "active_learning", ["compare", "batchbald", "batchbald_study", "expected_improvement"]
+    )
 
 
 # UCI: data
@@ -565,9 +567,9 @@ def test_batchbald_against_enumeration(active: Namespace, monkeypatch: pytest.Mo
         assert active.batchbald.batchbald(probs, 4) == _greedily(probs, 4)
     # a copy of the best candidate tells nothing more, which BALD does not see
     probs = several[0]
-    best = active.batchbald.bald(probs, 1)
+    best = active.batchbald_study.bald(probs, 1)
     twice = torch.cat([probs, probs[:, best]], 1)
-    assert set(active.batchbald.bald(twice, 2)) == {*best, 6}
+    assert set(active.batchbald_study.bald(twice, 2)) == {*best, 6}
     assert set(active.batchbald.batchbald(twice, 2)) != {*best, 6}
     # a sample of the combinations stands for all
     monkeypatch.setattr(active.batchbald, "MOST", 60)
@@ -586,9 +588,12 @@ def test_expected_improvement_against_quadrature(active: Namespace) -> None:
 
 
 @pytest.mark.study
-@pytest.mark.parametrize("script", ["batchbald", "expected_improvement"])
-def test_acquisitions(script: str, tmp_path: Path) -> None:
-    smoke(f"active_learning.{script}", "--output", tmp_path)
-    found = json.loads((tmp_path / f"{script}.json").read_text())
+@pytest.mark.parametrize("name", ["batchbald", "expected_improvement"])
+def test_acquisitions(name: str, tmp_path: Path) -> None:
+    """The recipe, and its study over seeds."""
+    smoke(f"active_learning.{name}", "--output", tmp_path)
+    assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
+    smoke(f"active_learning.{name}_study", "--output", tmp_path)
+    found = json.loads((tmp_path / f"{name}.json").read_text())
     assert set(found) in ({"random", "BALD", "BatchBALD"}, {"Forrester", "Branin"})
-    assert (tmp_path / f"{script}.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"

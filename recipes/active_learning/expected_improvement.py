@@ -1,62 +1,27 @@
 """Expected improvement: the lowest value of an expensive function by few evaluations, with a small network in between.
 
-After every evaluation a network of 50 units is trained on all points, a fit makes it uncertain, and the next point is
-the one that is expected to fall most below the best so far: low, or unknown.
+After every evaluation a network is trained on all points, a fit makes it uncertain, and the next point is the one that
+is expected to fall most below the best so far: low, or unknown.
 
-    python -m recipes.active_learning.expected_improvement            two functions, several priors; minutes
-    python -m recipes.active_learning.expected_improvement --smoke    one seed, two evaluations; seconds
+    python -m recipes.active_learning.expected_improvement            fifteen evaluations, under a minute
+    python -m recipes.active_learning.expected_improvement --smoke    two
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Normal
 
 import posthoc_uq as uq
-from recipes.common import parsed, parser, report, save_figure, table
+from recipes.active_learning.parts import forrester, save_picture, search_picture, trained_regressor
+from recipes.common import parsed, parser
 
-NOISE, DECAY = 1e-3, 0.01
-"""Variance of the standardised values, and precision of the weights, that the network is trained with."""
-PRIORS: dict[str, dict[str, Any]] = {
-    "fit, as it is": {},
-    "evidence": {"method": "full", "prior_precision": "evidence", "noise_variance": NOISE},
-    "prior precision 1": {"method": "full", "prior_precision": 1.0, "noise_variance": NOISE},
-}
-STRATEGIES = ("random", "network alone", *PRIORS)
-COLOURS = dict(zip(STRATEGIES, ("#595959", "#CC79A7", "#0072B2", "#009E73", "#E69F00"), strict=True))
-START = 4
-
-
-class Problem(NamedTuple):
-    """What is to be made small, over the unit interval or square.
-
-    Attributes:
-        dimensions: of the inputs.
-        value: ``(points, dimensions)`` to ``(points, 1)``.
-    """
-
-    dimensions: int
-    value: Callable[[Tensor], Tensor]
-
-
-def forrester(x: Tensor) -> Tensor:
-    """Forrester, Sobester, Keane (2008): two valleys, the deeper one narrow."""
-    return (6 * x - 2) ** 2 * torch.sin(12 * x - 4)
-
-
-def branin(x: Tensor) -> Tensor:
-    """Branin's function on its usual square: three valleys as deep as each other."""
-    a, b = 15 * x[:, :1] - 5, 15 * x[:, 1:]
-    valley = b - 5.1 / (4 * torch.pi**2) * a**2 + 5 / torch.pi * a - 6
-    return valley**2 + 10 * (1 - 1 / (8 * torch.pi)) * a.cos() + 10
-
-
-PROBLEMS = {"Forrester": Problem(1, forrester), "Branin": Problem(2, branin)}
+START = 4  # evaluations at first
 
 
 def expected_improvement(prediction: uq.RegressionPrediction, best: float) -> Tensor:
@@ -69,138 +34,24 @@ def expected_improvement(prediction: uq.RegressionPrediction, best: float) -> Te
     return (best - mean) * normal.cdf(z) + deviation * normal.log_prob(z).exp()
 
 
-def trained(x: Tensor, y: Tensor, seed: int) -> nn.Sequential:
-    """A network at the maximum of its posterior, of 50 units."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=150, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimiser.zero_grad()
-        squares = torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
-        value = (model(x) - y).square().sum() / (2 * NOISE) + DECAY / 2 * squares
-        value.backward()
-        return value
-
-    optimiser.step(loss)
-    optimiser.zero_grad()
-    return model
-
-
-class Step(NamedTuple):
-    """What led to one evaluation, in units of the standardised values.
-
-    Attributes:
-        known: which candidates were evaluated before.
-        prediction: of all candidates.
-        gain: their expected improvement.
-        chosen: the next one.
-    """
-
-    known: list[int]
-    prediction: uq.RegressionPrediction
-    gain: Tensor
-    chosen: int
-
-
-def candidates_of(problem: Problem, seed: int) -> Tensor:
-    """500 points: a grid in one dimension, random in more."""
-    if problem.dimensions == 1:
-        return torch.linspace(0, 1, 500).unsqueeze(1)
-    return torch.rand(500, problem.dimensions, generator=torch.Generator().manual_seed(seed))
-
-
-def run(problem: Problem, strategy: str, seed: int, evaluations: int) -> tuple[list[float], list[Step]]:
-    """The regret after every evaluation, and the steps of a strategy that predicts."""
-    candidates = candidates_of(problem, seed)
-    values, generator = problem.value(candidates), torch.Generator().manual_seed(seed)
-    known = torch.randperm(len(candidates), generator=generator)[:START].tolist()
-    regrets, steps = list[float](), list[Step]()
-    for _ in range(evaluations):
-        x, y = 4 * candidates[known] - 2, values[known]
-        y = (y - y.mean()) / y.std()
-        gain = torch.rand(len(candidates), generator=generator)
-        if strategy != "random":
-            model = trained(x, y, seed)
-            with torch.no_grad():
-                gain = -model(4 * candidates - 2)[:, 0]
-            if strategy in PRIORS:
-                posterior = uq.fit(
-                    model, [(x, y)], likelihood="regression", progress=False, **PRIORS[strategy]
-                )
-                prediction: Any = uq.wrap(model, posterior).predict([4 * candidates - 2], progress=False)
-                gain = expected_improvement(prediction, float(y.min()))
-                steps.append(Step(list(known), prediction, gain.clone(), 0))
-        gain[known] = -torch.inf
-        known.append(int(gain.argmax()))
-        if strategy in PRIORS:
-            steps[-1] = steps[-1]._replace(chosen=known[-1])
-        regrets.append(float(values[known].min() - values.min()))
-    return regrets, steps
-
-
-def picture(steps: Sequence[Step], regrets: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> Figure:
-    """Three steps on Forrester's function, the expected improvement below; and mean regrets by evaluation."""
-    shown = [steps[place] for place in sorted({0, len(steps) // 2, len(steps) - 1})][:3]
-    x = candidates_of(PROBLEMS["Forrester"], 0)
-    values = PROBLEMS["Forrester"].value(x)
-    figure = Figure(figsize=(3.4 * (len(shown) + len(regrets)), 4.2), layout="constrained")
-    panels = figure.subplots(
-        2, len(shown) + len(regrets), squeeze=False, gridspec_kw={"height_ratios": [3, 1]}
-    )
-    for column, step in enumerate(shown):
-        own, below = panels[0, column], panels[1, column]
-        centre, spread = values[step.known].mean(), values[step.known].std()
-        mean = step.prediction.mean[:, 0] * spread + centre
-        deviation = step.prediction.epistemic_variance[:, 0].sqrt() * spread
-        own.fill_between(
-            x[:, 0], mean - 2 * deviation, mean + 2 * deviation, color="#0072B2", alpha=0.2, linewidth=0
-        )
-        own.plot(x, mean, color="#0072B2", label="network, 2 sd")
-        own.plot(x, values, color="#595959", linestyle="--", linewidth=1, label="function")
-        own.scatter(x[step.known], values[step.known], color="black", s=14, label="evaluated")
-        own.set(title=f"{len(step.known)} evaluations", ylim=(-12, 18))
-        below.plot(x, step.gain, color="#D55E00")
-        below.axvline(float(x[step.chosen]), color="#D55E00", linestyle=":")
-        below.set(xlabel="x", yticks=[], ylabel="expected improvement" if column == 0 else "")
-    panels[0, 0].legend(fontsize=7, frameon=False)
-    for column, (name, found) in enumerate(regrets.items(), len(shown)):
-        panels[1, column].axis("off")
-        own = panels[0, column]
-        for strategy, runs in found.items():
-            mean = torch.tensor(runs).mean(0)
-            own.plot(range(START + 1, START + 1 + len(mean)), mean, color=COLOURS[strategy], label=strategy)
-        own.set(title=f"{name}, regret", xlabel="evaluations", yscale="symlog")
-        own.legend(fontsize=7, frameon=False)
-    return figure
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    command = parser(__doc__, "expected_improvement", "one seed, two evaluations: seconds")
-    command.add_argument("--seeds", type=int, default=4)
-    command.add_argument("--evaluations", type=int, default=15, help=f"after the first {START}")
-    options = parsed(command, arguments, seeds=1, evaluations=2)
-    torch.set_num_threads(1)
-    regrets: dict[str, dict[str, list[list[float]]]] = {}
-    shown = list[Step]()
-    for name, problem in PROBLEMS.items():
-        regrets[name] = {}
-        for strategy in STRATEGIES:
-            runs = [run(problem, strategy, seed, options.evaluations) for seed in range(options.seeds)]
-            regrets[name][strategy] = [found for found, _ in runs]
-            print(f"{name}, {strategy}: regret {torch.tensor(regrets[name][strategy])[:, -1].mean():.3g}")
-            if name == "Forrester" and strategy == next(iter(PRIORS)):
-                shown = runs[0][1]
-    places = sorted({min(options.evaluations, number) for number in (5, 10, 15)})
-    rows = {
-        f"{name}, {strategy}": [{f"after {place}": one[place - 1] for place in places} for one in runs]
-        for name, found in regrets.items()
-        for strategy, runs in found.items()
-    }
-    save_figure(picture(shown, regrets), options.output / "expected_improvement.png", options.smoke)
-    page = table(rows, ".3g", corner="regret", error=True)
-    report(options, "expected_improvement", page, regrets)
+    options = parsed(parser(__doc__, "expected_improvement", "two evaluations"), arguments)
+    x = torch.linspace(0, 1, 500).unsqueeze(1)
+    values, known, pictures = forrester(x), [20, 150, 250, 480], list[Figure]()
+    for _ in range(2 if options.smoke else 15):
+        y = (values[known] - values[known].mean()) / values[known].std()
+        model = trained_regressor(4 * x[known] - 2, y)
+        posterior = uq.fit(model, [(4 * x[known] - 2, y)], likelihood="regression", progress=False)
+        prediction: Any = uq.wrap(model, posterior).predict([4 * x - 2], progress=False)
+        gain = expected_improvement(prediction, best=float(y.min()))
+        gain[known] = 0
+        chosen = int(gain.argmax())
+        print(f"evaluate at {float(x[chosen]):.3f}: {float(values[chosen]):.3f}")
+        pictures.append(search_picture(x, values, known, prediction, gain))
+        known.append(chosen)
+    print(f"lowest: {float(values[known].min()):.3f} (of all {float(values.min()):.3f})")
+    save_picture(pictures[-1], options)
 
 
 if __name__ == "__main__":
