@@ -305,8 +305,8 @@ def set_by_leave_one_out(
     alone; its history says what was found.
 
     The temperature is `new_temperature`, never below 1. The noise scale is the mean over outputs of the larger of the
-    training residuals' mean square and the leave-one-out error, over the noise variance of the fit. A faithful prior is
-    to be found again then.
+    training residuals' mean square and the leave-one-out error, over the noise variance of the fit: one factor for all
+    outputs, whose noise variances keep their ratios. A faithful prior is to be found again then.
 
     Of more than `MAX_ROWS` samples those with the smallest hashes are left out one after the other. By four parts of
     them, each by itself, it is seen how errors fall with the number of samples, and they are taken to fall on by that
