@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Words(nn.Module):
         return self.last(self.inputs(x, attention_mask)[0])
 
 
-def made(kind: type[nn.Module]) -> Any:
+def made(kind: Callable[[], nn.Module]) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = kind().double().eval()
@@ -254,3 +255,74 @@ def test_smoothing_is_of_the_last_layer() -> None:
     predictor = uq.wrap(model, fitted(model, x))
     with pytest.raises(uq.PosthocUQError, match="of='class', smoothing"):
         predictor.novelty(x[:3], smoothing=1e-2)
+
+
+class Map(nn.Module):
+    """A small network of pixels, whose first layer sees more of them than the last, and is no stage."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.enter, self.coarse = nn.Conv2d(2, 4, 2, stride=2), nn.Conv2d(4, 5, 2, stride=2)
+        self.deep = nn.Conv2d(5, 5, 1) if deep else nn.Identity()
+        self.inner, self.last = nn.Conv2d(9, 6, 1), nn.Conv2d(6, 3, 1)
+
+    def inputs(self, x: Tensor) -> list[Tensor]:
+        """What enters the last layer, the two stages on its grid, and what is half as fine."""
+        fine = torch.tanh(self.enter(x))
+        half = torch.tanh(self.coarse(fine))
+        both = torch.cat([fine, F.interpolate(self.deep(half), size=fine.shape[2:])], 1)
+        return [torch.tanh(self.inner(both)), fine, both, half]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.last(self.inputs(x)[0]), size=x.shape[2:])
+
+
+def map_rows(model: Map, x: Tensor) -> list[np.ndarray]:
+    return [with_one(each.movedim(1, -1).flatten(0, 2)) for each in model.inputs(x)]
+
+
+@pytest.mark.parametrize("head", ["linearized", "moments"])
+def test_pixels(head: str, tmp_path: Path) -> None:
+    """Of fewer pixels than are kept all are left out, so that the definition holds exactly."""
+    model = made(lambda: Map(deep=False))
+    x, test = pictures(10, 1), torch.cat([pictures(3, 2), 2 * pictures(2, 3)])
+    posterior = fitted(model, x, batch=4)
+    assert posterior.features is not None
+    told = [(stage.layer.name, stage.source) for stage in posterior.features.stages]
+    assert told == [("coarse", "pixels"), ("inner", "pixels")]
+    classes = model.last(model.inputs(x)[0]).argmax(1).flatten().numpy()
+    wanted = over_layers(map_rows(model, x)[:3], classes, map_rows(model, test)[:3]).reshape(5, 6, 5)
+    predictor = uq.wrap(model, posterior, head)
+    found = predictor.novelty(test)
+    close(found, wanted)
+    assert bool((found >= predictor.novelty(test, of="class")).all())
+    enlarged = F.interpolate(torch.from_numpy(wanted).unsqueeze(1), size=(12, 11)).squeeze(1)
+    close(predictor(test).novelty(), enlarged.numpy())
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model, untrusted=True)
+    close(uq.wrap(model, loaded, head).novelty(test), wanted)
+    assert "'coarse' (each pixel)" in str(loaded.report())
+
+
+def test_a_pixel_of_a_coarse_stage_counts_by_the_classes_that_it_covers() -> None:
+    model, x, test = made(lambda: Map(deep=True)), pictures(40, 1)[..., :8], pictures(3, 2)[..., :8]
+    features = fitted(model, x, batch=4).features
+    assert features is not None and [stage.layer.name for stage in features.stages][1] == "deep"
+    half = map_rows(model, x)[3]
+    of_pixels = model(x).argmax(1).reshape(40, 3, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(-1, 16)
+    own = torch.from_numpy(map_rows(model, test)[3])
+    shares = []
+    for label in range(3):
+        often = (of_pixels == label).double().mean(1)
+        gram = torch.from_numpy(half.T) * often @ torch.from_numpy(half)
+        ridge = 3e-4 * gram.trace() / len(gram)
+        inverse = (gram + ridge * torch.eye(len(gram))).inverse()
+        shares.append(ridge * torch.einsum("si,ij,sj->s", own, inverse, own) / own.square().sum(1))
+    truth = torch.stack(shares).amin(0)
+    close(features.stages[1].novelty(own), truth.numpy())
+    rows = [torch.from_numpy(each) for each in map_rows(model, test)]
+    wide = truth.reshape(3, 3, 2).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten()
+    first, third = (features.stages[place].novelty(rows[1 + place // 2]) for place in (0, 2))
+    ratios = [features.novelty(rows[0]), first, wide, third]
+    found = uq.wrap(model, fitted(model, x, batch=4)).novelty(test)
+    close(found.flatten(), features.joined(ratios).numpy())

@@ -77,7 +77,7 @@ BOUNDS = {
     "modules": 86,
     "last-layer fit": 428,
     "last-layer fit, files": 45,
-    "default fit": 743,
+    "default fit": 747,
     "default fit, files": 67,
     "later prediction": 107,
     "later prediction, files": 24,

@@ -19,7 +19,7 @@ from posthoc_uq.core.devices import at_least_float32, without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import Recording, WatchedCalls, WatchedLayer
+from posthoc_uq.layers.capture import Capture, Recording, WatchedCalls, WatchedLayer
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import Prepared, first_samples
@@ -28,10 +28,10 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
-STAGES = {"row": 1, "mean": 1, "deviation": 2, "roughness": 3}
+STAGES = {"row": 1, "mean": 1, "deviation": 2, "roughness": 3, "pixels": 1}
 """What is told of a stage, with the numbers for each of its channels: the row itself, where it has no positions; of
 positions the mean; the mean and the deviation; these and the roughness, the root mean square of the differences of
-neighbours."""
+neighbours; or, where every pixel has a novelty, the row of each."""
 MAX_STAGES = 3  # of a network
 _MAX_STAGE = 1024  # numbers of a stage
 _MAX_ROW = 512  # of the row that enters a network without positions
@@ -89,7 +89,7 @@ def calls_of(calls: Sequence[Call], layer: Layer) -> list[Call]:
 
 
 def rows_of_stage(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
-    """What a pass kept of a stage, ``(samples, features)``.
+    """What a pass kept of a stage, as `stage_rows` gives it.
 
     Raises:
         PosthocUQError: the layer did not run exactly once.
@@ -105,7 +105,8 @@ def rows_of_stage(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
 
 
 def stage_rows(layer: Layer, source: str, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """What is told of the input of a layer as one row a sample, ``(samples, features)``, in float32 at least.
+    """What is told of the input of a layer as one row a sample, ``(samples, features)``, or a pixel, ``(samples,
+    *positions, features)``, in float32 at least.
 
     Args:
         layer: of the stage.
@@ -117,7 +118,9 @@ def stage_rows(layer: Layer, source: str, x: Tensor, attention_mask: Tensor | No
     with without_autocast(x.device.type):
         x = at_least_float32(x)
         x = x if layer.convolutional else layer.rule.features(x)
-        if source == "row":
+        if source == "pixels" and layer.convolutional:
+            x = x.movedim(1, -1)
+        if source in ("row", "pixels"):
             return F.pad(x, (0, 1), value=1.0)
         grid = tuple(x.shape[2:]) if layer.convolutional else tuple(x.shape[1:-1])
         shares = _shares_of_positions(attention_mask, x, grid)
@@ -268,7 +271,8 @@ def find_features(
     position its classes: it is a linear layer or a pointwise convolution, on the grid of the outputs or a coarser one.
 
     Its stages are the first, the middle and the last of the layers before it whose inputs have positions, one for each
-    tensor; of a network without positions what enters its first layer.
+    tensor; of a network without positions what enters its first layer. Where every pixel has a row, they are of those
+    layers that have no more pixels; tokens with a row each have no stages.
 
     The numbers decide: two samples in one batch must give the same rows as each of them alone. A graph, or what else is
     not cut, is always alone.
@@ -300,15 +304,16 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
         return None
     capture, layer, samples = prepared.capture, last[0].layer, 1 if pair.whole else 2
     stages = [] if pair.whole else _stages(prepared, layer, pair.attention_mask)
-    capture.watched = watched_for(layer, stages)
-    together = capture.run(pair, samples)
-    alone = [capture.run(pair.narrow(i, 1, samples), 1) for i in range(samples)]
-    if any(one.outputs.shape[:1] != (1,) for one in alone) or together.outputs.shape[:1] != (samples,):
-        raise PosthocUQError("The outputs do not count the samples.")
+    together, alone = _runs(capture, pair, samples, watched_for(layer, stages))
     outputs = together.outputs.detach()
     layout = None if likelihood is None else likelihood.positions_of(outputs)
     if layout is not None and layer.pointwise and layout.classes(outputs) == layer.groups * layer.outputs:
         source = _of_positions(capture.twin, layer, together, alone, layout)
+        grid = grid_of(calls_of(together.watched, layer)[0])
+        if source is not None and len(grid) > 1:
+            stages = _stages(prepared, layer, pair.attention_mask, within=grid)
+            runs = _runs(capture, pair, samples, watched_for(layer, stages))
+            return replace(source, stages=_agreeing(source, stages, *runs))
         if source is not None:
             return source
     rows = feature_rows(together.watched, layer, samples)
@@ -318,21 +323,39 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
     by_class = None if layout is None else False
     found = FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1], by_class)
-    of_stages = [
-        replace(found, layer=own, source=source)
-        for own, source in stages
-        if all(len(calls_of(recording.watched, own)) == 1 for recording in (together, *alone))
-        if _stage_agrees(together, alone, own)
-    ]
-    return replace(found, stages=tuple(of_stages))
+    return replace(found, stages=_agreeing(found, stages, together, alone))
 
 
-def _stage_agrees(together: Recording, alone: Sequence[Recording], layer: Layer) -> bool:
-    """Whether a stage gives two samples of one batch the rows that it gives each of them alone."""
-    rows, *others = (calls_of(recording.watched, layer)[0].input for recording in (together, *alone))
-    # where positions come first there may be as many as samples
-    by_sample = all(len(part) == 1 for part in others) and len(rows) == len(others)
-    return by_sample and _agree(torch.cat(others), rows)
+def _runs(
+    capture: Capture, pair: Batch, samples: int, watched: tuple[WatchedLayer, ...]
+) -> tuple[Recording, list[Recording]]:
+    """Two samples in one batch, and each of them alone."""
+    capture.watched = watched
+    together = capture.run(pair, samples)
+    alone = [capture.run(pair.narrow(i, 1, samples), 1) for i in range(samples)]
+    if any(one.outputs.shape[:1] != (1,) for one in alone) or together.outputs.shape[:1] != (samples,):
+        raise PosthocUQError("The outputs do not count the samples.")
+    return together, alone
+
+
+def _agreeing(
+    found: FeatureSource,
+    stages: Sequence[tuple[Layer, str]],
+    together: Recording,
+    alone: Sequence[Recording],
+) -> tuple[FeatureSource, ...]:
+    """Those of the stages that run once, and give two samples of one batch the rows that they give each of them."""
+    agreeing = list[FeatureSource]()
+    for own, source in stages:
+        calls = [calls_of(recording.watched, own) for recording in (together, *alone)]
+        if any(len(each) != 1 for each in calls):
+            continue
+        rows, *others = (each[0].input for each in calls)
+        # where positions come first there may be as many as samples
+        by_sample = all(len(part) == 1 for part in others) and len(rows) == len(others)
+        if by_sample and _agree(torch.cat(others), rows):
+            agreeing.append(replace(found, layer=own, source=source))
+    return tuple(agreeing)
 
 
 def _has_channels(layer: Layer) -> bool:
@@ -340,9 +363,12 @@ def _has_channels(layer: Layer) -> bool:
     return layer.convolutional or layer.kind in (Linear.kind, Product.kind)
 
 
-def _stages(prepared: Prepared, last: Layer, mask: Tensor | None) -> list[tuple[Layer, str]]:
+def _stages(
+    prepared: Prepared, last: Layer, mask: Tensor | None, within: tuple[int, ...] | None = None
+) -> list[tuple[Layer, str]]:
     """Layers before the last one that may be stages, and what is told of their inputs. Where a mask leaves positions
-    out, only those whose positions it is of: others would see how far a batch is padded.
+    out, only those whose positions it is of: others would see how far a batch is padded. Where the last layer has a row
+    for each pixel, only those with no more pixels than these, `within`.
     """
     weights = [tracked.layer.weight for tracked in prepared.found]
     before = [t for t in prepared.found[: weights.index(last.weight)] if t.layer.rule.matrices]
@@ -350,8 +376,10 @@ def _stages(prepared: Prepared, last: Layer, mask: Tensor | None) -> list[tuple[
     several = list[Layer]()
     for tracked in alone:
         layer, shape = tracked.layer, tracked.input_shape
-        positions = prod(shape[2:]) if layer.convolutional else prod(shape[1:-1])
+        grid = tuple(shape[2:] if layer.convolutional else shape[1:-1])
+        positions = prod(grid)
         fits = len(shape) > 2 and positions > 1 and size_of(layer, "mean") <= _MAX_STAGE + 1
+        fits = fits and (within is None or _is_within(grid, within))
         masked = mask is None or tuple(mask.shape[1:]) == (positions,)
         if fits and masked and tracked.input_of == layer.weight:
             several.append(layer)
@@ -360,10 +388,10 @@ def _stages(prepared: Prepared, last: Layer, mask: Tensor | None) -> list[tuple[
         for place in sorted({round(share * (len(several) - 1)) for share in (0, 0.5, 1)}):
             layer = several[place]
             told = ["roughness"] if place == 0 and layer.convolutional else []
-            told = [*told, "deviation", "mean"]
+            told = [*told, "deviation", "mean"] if within is None else ["pixels"]
             found.append((layer, next(each for each in told if size_of(layer, each) <= _MAX_STAGE + 1)))
         return found
-    if alone and before[0] is alone[0] and len(alone[0].input_shape) == 2:
+    if within is None and alone and before[0] is alone[0] and len(alone[0].input_shape) == 2:
         layer = alone[0].layer
         if not layer.convolutional and size_of(layer, "row") <= _MAX_ROW + 1:
             return [(layer, "row")]
@@ -387,10 +415,15 @@ def _of_positions(
     if grid == positions:
         fits = _agree(_applied(twin, layer, rows), layout.rows(outputs).to(rows))
     else:  # a coarser grid, as before an interpolation
-        fits = len(grid) == len(positions) and all(a <= b for a, b in zip(grid, positions, strict=True))
+        fits = _is_within(grid, positions)
     if not fits:
         return None
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
+
+
+def _is_within(grid: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a grid has as many dimensions as another, and is nowhere finer."""
+    return len(grid) == len(other) and all(a <= b for a, b in zip(grid, other, strict=True))
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:

@@ -141,6 +141,12 @@ class FeaturesRecord(_GramsRecord):
         default_factory=list[StageRecord]
     )
 
+    @model_validator(mode="after")
+    def _check_stages(self) -> FeaturesRecord:
+        if any((stage.source == "pixels") != (self.source == "positions") for stage in self.stages):
+            raise ValueError("has stages of samples beside features of positions, or the other way round")
+        return self
+
 
 class EvidenceRecord(Record):
     """What the fit saw of the data (`posthoc_uq.posteriors.settings.Evidence`)."""

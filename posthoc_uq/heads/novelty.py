@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, count_samples
@@ -35,6 +36,7 @@ from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.prediction import Unread
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
+from posthoc_uq.posteriors.features import SMOOTHING
 
 Of = Literal["layers", "class", "top", "all"]
 
@@ -102,11 +104,21 @@ def novelty_of_calls(features: FeatureGrams, calls: Sequence[Call], batch: Batch
     """By the last layer and the stages, from their calls in a pass; ``(samples, *positions)`` where every position has
     features of its own.
     """
-    if features.source == "positions":
-        rows, grid = _rows_of_last(features, calls, batch)
-    else:
-        rows, grid = rows_of(features, calls, batch), None
-    return _computed(_by_rows(features, rows), rows, grid)
+    if features.source != "positions":
+        rows = rows_of(features, calls, batch)
+        return _computed(_by_rows(features, rows), rows)
+    rows, grid = _rows_of_last(features, calls, batch)
+    assert grid is not None
+    if not features.stages:
+        return _computed(partial(features.novelty, smoothing=features.ridge_for(rows)), rows, grid)
+    samples = count_samples(batch)
+    ratios = [_in_parts(partial(features.novelty, smoothing=SMOOTHING), rows)]
+    with _without_gradients():
+        for stage in features.stages:
+            pixels = rows_of_stage(calls, stage.layer, samples)
+            own = _in_parts(stage.novelty, pixels.flatten(0, -2)).reshape(pixels.shape[:-1])
+            ratios.append(F.interpolate(own.unsqueeze(1), size=grid, mode="nearest").flatten())
+        return features.joined(ratios).to(rows).reshape(-1, *grid)
 
 
 def novelty_when_read(features: FeatureGrams, rows: Tensor) -> Tensor | Unread:
@@ -161,12 +173,15 @@ def _by_rows(features: FeatureGrams, rows: Tensor) -> Callable[[Tensor], Tensor]
 def _computed(
     novelty: Callable[[Tensor], Tensor], rows: Tensor, grid: tuple[int, ...] | None = None
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the number of rows is a symbol
-        found = novelty(rows).to(rows)
-    else:
-        with _without_gradients(), without_autocast(rows.device.type):
-            found = torch.cat([novelty(part).to(part) for part in rows.split(_MAX_ROWS)])
+    found = _in_parts(novelty, rows).to(rows)
     return found if grid is None else found.reshape(-1, *grid)
+
+
+def _in_parts(novelty: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # the number of rows is a symbol
+        return novelty(rows)
+    with _without_gradients(), without_autocast(rows.device.type):
+        return torch.cat([novelty(part) for part in rows.split(_MAX_ROWS)])
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom
+from posthoc_uq.core.randomness import mix
 from posthoc_uq.curvature.features import (
     STAGES,
     FeatureSource,
@@ -114,11 +115,12 @@ class FeatureGrams:
         """
         last, *others = rows.split(self.columns, dim=1)
         ratios = [stage.novelty(part) for stage, part in zip(self.stages, others, strict=True)]
+        return self.joined([self.novelty(last, SMOOTHING), *ratios])
+
+    def joined(self, ratios: Sequence[Tensor]) -> Tensor:
+        """The same of the ratios of the last layer, at the fit's smoothing, and of each stage, each ``(samples,)``."""
         scales = [layer.scale for layer in (self, *self.stages) if layer.scale is not None]
-        return joined(
-            torch.stack([self.novelty(last, SMOOTHING), *ratios]),
-            as_double(torch.stack(scales).to(rows.device)),
-        )
+        return joined(torch.stack(list(ratios)), as_double(torch.stack(scales).to(ratios[0].device)))
 
     def novelty(self, features: Tensor, smoothing: float | None = None) -> Tensor:
         """The share of the prior's variance that the data left, for the class that explains an input best:
@@ -361,17 +363,22 @@ class ClassGrams:
 
     def add_positions(
         self,
-        calls: Sequence[Call],
+        rows: Tensor,
+        grid: tuple[int, ...],
         outputs: Tensor,
         targets: Tensor | None,
         weights: SampleWeights | None,
         checks: DeferredChecks,
-    ) -> None:
-        """Add the features of every position of a batch, from the layer's calls."""
-        rows = feature_rows(calls, self.source.layer, outputs.shape[0], by_position=True)
-        grid = grid_of(calls_of(calls, self.source.layer)[0])
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Add the features of every position of a batch, ``(samples * positions, features)`` on this grid.
+
+        Returns:
+            Which of these rows were added, and what was: features, classes, and how often each, but for once each.
+        """
         places, labels, counts = self._of_positions(outputs, targets, grid, weights)
-        self.add_rows(rows[places.to(rows.device)], labels, counts, checks)
+        rows = rows[places.to(rows.device)]
+        self.add_rows(rows, labels, counts, checks)
+        return places, [rows, labels] if counts is None else [rows, labels, counts]
 
     def _of_positions(
         self,
@@ -434,7 +441,8 @@ class ClassGrams:
     def labels(self, outputs: Tensor) -> Tensor:
         """The Grams that samples, or positions, with these outputs belong to."""
         if self.sums["counts"].shape[0] == 1:
-            several = self._likelihood.positions_of(outputs) if self.source.source == "positions" else None
+            by_position = self.source.source in ("positions", "pixels")
+            several = self._likelihood.positions_of(outputs) if by_position else None
             rows = outputs if several is None else several.rows(outputs)
             return torch.zeros(len(rows), dtype=torch.int64, device=outputs.device)
         return self._likelihood.predicted_class(outputs)
@@ -502,30 +510,58 @@ class FeatureStatistics:
         self.source, self._likelihood = source, likelihood
         self._last = ClassGrams(source, likelihood, device, budget)
         self._stages = [ClassGrams(stage, likelihood, device, budget) for stage in source.stages]
-        self._kept = KeptRows(source.size + sum(stage.size for stage in source.stages), budget)
+        sizes = [source.size, *(stage.size for stage in source.stages)]
+        if source.source != "positions":  # else each layer has pixels of its own
+            sizes = [sum(sizes)]
+        self._kept = [KeptRows(size, budget) for size in sizes] if source.stages else []
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Add a batch; see `Observer`."""
         source, outputs, calls = self.source, recording.outputs.detach(), recording.watched
         weights = weights_of(self._likelihood, outputs, batch)
-        if source.source == "positions":
-            self._last.add_positions(calls, outputs, batch.targets, weights, checks)
-            return
         samples, counts = keys.shape[0], None if weights is None else weights.samples
+        if source.source == "positions":
+            self._see_positions(batch, keys, recording, weights, checks)
+            return
         parts = [feature_rows(calls, source.layer, samples, attention_mask=batch.attention_mask)]
         for stage in source.stages:
-            try:
-                parts.append(rows_of_stage(calls, stage.layer, samples))
-            except PosthocUQError:
-                # it ran once for the first batch alone: sums that are no numbers leave it out
-                parts.append(torch.full((samples, stage.size), torch.nan, device=parts[0].device))
+            rows = _rows_if_once(calls, stage.layer, samples)
+            # it ran once for the first batch alone: sums that are no numbers leave it out
+            none = torch.full((samples, stage.size), torch.nan, device=parts[0].device)
+            parts.append(none if rows is None else rows)
         labels = list[Tensor]()
         for grams, rows in zip((self._last, *self._stages), parts, strict=True):
             labels.append(grams.labels(outputs))
             grams.add_rows(rows, labels[-1], counts, checks)
         if self._stages:
             weighing = [] if counts is None else [counts]
-            self._kept.add(keys, [*parts, *labels, *weighing], counts, checks)
+            self._kept[0].add(keys, [*parts, *labels, *weighing], counts, checks)
+
+    def _see_positions(
+        self,
+        batch: Batch,
+        keys: Tensor,
+        recording: Recording,
+        weights: SampleWeights | None,
+        checks: DeferredChecks,
+    ) -> None:
+        outputs, calls, samples = recording.outputs.detach(), recording.watched, keys.shape[0]
+        layer = self.source.layer
+        grid = grid_of(calls_of(calls, layer)[0])
+        last = feature_rows(calls, layer, samples, by_position=True)
+        layers = [(self._last, last, grid)]
+        for stage in self._stages:
+            rows = _rows_if_once(calls, stage.source.layer, samples)
+            if rows is None:
+                rows = torch.full((samples, *grid, stage.source.size), torch.nan, device=last.device)
+            layers.append((stage, rows.flatten(0, -2), tuple(rows.shape[1:-1])))
+        for number, (grams, rows, own) in enumerate(layers):
+            places, added = grams.add_positions(rows, own, outputs, batch.targets, weights, checks)
+            if self._kept:
+                places = places.to(keys.device)
+                mixed = mix(keys[places // prod(own)] + mix(places % prod(own)))
+                counts = added[2] if len(added) > 2 else None
+                self._kept[number].add(mixed, added, counts, checks)
 
     def result(self, dtype: torch.dtype) -> FeatureGrams:
         """The statistics of the samples of all processes, in `dtype`; every process must call this, and only once.
@@ -534,17 +570,19 @@ class FeatureStatistics:
         Raises:
             NonFiniteError: those of the last layer do not.
         """
-        found, rows, count = self._last.result(dtype), self._kept.result(), 1 + len(self._stages)
-        weights = rows[2 * count] if len(rows) > 2 * count else None
-        if rows:
-            found.scale = _scale_of(found, self._last, rows[0], rows[count], weights)
+        found, kept = self._last.result(dtype), [each.result() for each in self._kept]
+        if len(kept) == 1:
+            (rows,), count = kept, 1 + len(self._stages)
+            kept = [[*rows[number : 2 * count : count], *rows[2 * count :]] for number in range(count)]
+        if kept:
+            found.scale = _scale_of(found, self._last, *kept[0])
         stages = list[FeatureGrams]()
         for number, grams in enumerate(self._stages, 1):
             try:
                 stage = grams.result(dtype)
             except NonFiniteError:
                 continue
-            stage.scale = _scale_of(stage, grams, rows[number], rows[count + number], weights)
+            stage.scale = _scale_of(stage, grams, *kept[number])
             stages.append(stage)
         found.stages = tuple(stages)
         if not stages:
@@ -552,8 +590,16 @@ class FeatureStatistics:
         return found
 
 
+def _rows_if_once(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor | None:
+    """`rows_of_stage`, or None where the layer did not run just once."""
+    try:
+        return rows_of_stage(calls, layer, samples)
+    except PosthocUQError:
+        return None
+
+
 def _scale_of(
-    found: FeatureGrams, grams: ClassGrams, rows: Tensor, labels: Tensor, weights: Tensor | None
+    found: FeatureGrams, grams: ClassGrams, rows: Tensor, labels: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     own = grams.places[labels.to(grams.places.device)]
     return scale_of(found.left_out(rows, own, weights, grams.traces)).float().to(rows.device)

@@ -228,6 +228,7 @@ _TOLD = {
     "mean": "mean over positions",
     "deviation": "mean and deviation over positions",
     "roughness": "mean, deviation and roughness over positions",
+    "pixels": "each pixel",
 }
 
 
