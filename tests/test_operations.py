@@ -17,21 +17,21 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # operations, of float64, host reads
 BOUNDS = {
     "mlp": {
-        "prediction, last": (150, 29, 2),
-        "prediction, all": (450, 37, 4),
-        "sweep's batch, last": (182, 10, 5),
-        "sweep's batch, all": (274, 10, 5),
-        "search's trial, last": (500, 168, 3),
-        "search's trial, all": (168, 38, 3),
+        "prediction, last": (134, 24, 2),
+        "prediction, all": (428, 32, 4),
+        "sweep's batch, last": (178, 10, 5),
+        "sweep's batch, all": (268, 10, 5),
+        "search's trial, last": (480, 160, 3),
+        "search's trial, all": (152, 32, 3),
         "calibrate, all": (11_200, 3_000, 320),
     },
     "lenet": {
-        "prediction, last": (200, 29, 2),
-        "prediction, all": (745, 43, 4),
-        "sweep's batch, last": (233, 10, 5),
-        "sweep's batch, all": (455, 10, 5),
-        "search's trial, last": (493, 168, 3),
-        "search's trial, all": (188, 48, 3),
+        "prediction, last": (171, 24, 2),
+        "prediction, all": (715, 38, 4),
+        "sweep's batch, last": (218, 10, 5),
+        "sweep's batch, all": (438, 10, 5),
+        "search's trial, last": (472, 160, 3),
+        "search's trial, all": (172, 42, 3),
         "calibrate, all": (16_700, 4_420, 500),
     },
 }

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from posthoc_uq.core import isolated_random_state, mix, mixed_seed, sample_keys, uniforms
+from posthoc_uq.core import isolated_random_state, mix, mixed_seed, mixed_seeds, sample_keys, uniforms
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 
@@ -68,6 +68,7 @@ def test_mixed_seeds() -> None:
     assert mixed_seed(3, 4) == mixed_seed(3, 4)
     many = {mixed_seed(seed, index) for seed in range(100) for index in range(100)}
     assert len(many) == 10_000
+    assert mixed_seeds([7, 2**63, -1], 4) == [mixed_seed(first, 4) for first in (7, 2**63, -1)]
 
 
 DTYPES = [

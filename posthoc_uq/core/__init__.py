@@ -28,7 +28,7 @@ OFFERED = {
     # copies on the same memory, and what is asked of a model
     "model": "jvp model_device replicate untied unwrap with_plain_weights with_separate_embedding_weight",
     # numbers keyed by a sample's bytes
-    "randomness": "device_generators isolated_random_state mix mixed_seed sample_keys share_of uniforms",
+    "randomness": "device_generators isolated_random_state mix mixed_seed mixed_seeds sample_keys share_of uniforms",
     # in the precision that they need
     "numerics": "all_finite cholesky eigh_descending nystrom",
     # number types of devices, checks of values that the host must see, memory budgets

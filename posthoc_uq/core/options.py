@@ -7,7 +7,7 @@ Numbers may be Python's, NumPy's or torch's; they must be finite, and True and F
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -83,9 +83,8 @@ class Options:
     """
 
     def __new__(cls: type[AnyOptions], *args: Any, **options: Any) -> AnyOptions:
-        names = _names(cls)
-        if not options.keys() <= names:  # else `__init__` would raise a TypeError
-            check_names(cls.__name__, options, names)
+        # of other names `__init__` would raise a TypeError
+        check_names(cls.__name__, options, [option.name for option in fields(cls)])
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -110,11 +109,6 @@ def made_of(kind: type[Made], values: Mapping[str, Any]) -> Made:
             for name, value in values.items()
         }
     )
-
-
-@cache
-def _names(options: type[Any]) -> Set[str]:
-    return {option.name: None for option in fields(options)}.keys()  # in their order, for an error
 
 
 @cache

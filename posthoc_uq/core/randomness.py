@@ -7,7 +7,7 @@ size, the order of the samples, the device or the number of processes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -49,12 +49,18 @@ def mix(x: Tensor) -> Tensor:
 
 def mixed_seed(*words: int) -> int:
     """One non-negative 63-bit seed from several integers, by the same finaliser."""
-    state = 0
-    for word in words:
-        state = (state * (_GAMMA & _MASK) + word + (_GAMMA & _MASK)) & _MASK
+    return mixed_seeds(words[:1], *words[1:])[0] if words else 0
+
+
+def mixed_seeds(firsts: Sequence[int], *others: int) -> list[int]:
+    """`mixed_seed` of each of `firsts` with the same other words."""
+    state = np.zeros(len(firsts), dtype=np.uint64)
+    for words in (firsts, *([word] for word in others)):
+        added = np.array([(word + _GAMMA) & _MASK for word in words], dtype=np.uint64)
+        state = state * np.uint64(_GAMMA & _MASK) + added
         for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
-            state = ((state ^ (state >> shift)) * (factor & _MASK)) & _MASK
-    return state & (_MASK >> 1)
+            state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor & _MASK)
+    return (state & np.uint64(_MASK >> 1)).tolist()
 
 
 def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:

@@ -164,23 +164,21 @@ def _roughness(x: Tensor, shares: Tensor | None) -> Tensor:
     """The root of the mean square of the differences of neighbours, ``(samples, channels)``, the mean of the squares
     over the directions of the positions ``(samples, channels, *positions)``.
     """
-    positions = list(range(2, x.ndim))
-    directions = list[Tensor]()
-    for dim in positions:
-        if x.shape[dim] < 2:
-            continue
+    positions, directions = list(range(2, x.ndim)), list[Tensor]()
+    dims = [dim for dim in positions if x.shape[dim] > 1]
+    if not dims:
+        return torch.zeros_like(x.flatten(2)[:, :, 0])
+    for dim in dims:
         apart = x.diff(dim=dim)
         if shares is None:
-            root = torch.linalg.vector_norm(apart, dim=positions) / sqrt(prod(apart.shape[2:]))
+            root = torch.linalg.vector_norm(apart, dim=positions) / sqrt(prod(apart.shape[2:]) * len(dims))
         else:  # of pairs that count both
             size = shares.shape[dim - 1] - 1
             both = (shares.narrow(dim - 1, 1, size) * shares.narrow(dim - 1, 0, size)).flatten(1).unsqueeze(1)
-            total = both.sum(2).clamp(min=torch.finfo(x.dtype).tiny)
+            total = both.sum(2).clamp(min=torch.finfo(x.dtype).tiny) * len(dims)
             root = ((apart.flatten(2).square() * both).sum(2) / total).sqrt()
         directions.append(root)
-    if not directions:
-        return torch.zeros_like(x.flatten(2)[:, :, 0])
-    return torch.linalg.vector_norm(torch.stack(directions), dim=0) / sqrt(len(directions))
+    return torch.linalg.vector_norm(torch.stack(directions), dim=0)
 
 
 def feature_rows(

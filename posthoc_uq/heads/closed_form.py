@@ -80,4 +80,6 @@ class ClosedForm:
         if features is None:
             return prediction
         ratio = novelty_of_calls(features, calls, batch)
-        return prediction.with_novelty(novelty_at(ratio, found.sizes, found.picked))
+        if found.picked is not None:
+            ratio = novelty_at(ratio, found.sizes, found.picked)
+        return prediction.with_novelty(ratio)

@@ -314,10 +314,10 @@ class LinearizedPredictor(GaussianPredictor):
             found = self._linearized(batch)
             gaussian = found.gaussian()
             prediction = self.promising(super().prediction_of(gaussian), gaussian)
-        if self._chosen.positions is not None:
-            prediction = prediction.unshifted()
         ratio = self._known_novelty(batch, found.watched, found.features)
-        return prediction.with_novelty(novelty_at(ratio, found.sizes, found.picked))
+        if found.picked is not None:
+            prediction, ratio = prediction.unshifted(), novelty_at(ratio, found.sizes, found.picked)
+        return prediction.with_novelty(ratio)
 
     def _distribution(self, batch: Batch) -> OutputGaussian:
         with self._gradients():

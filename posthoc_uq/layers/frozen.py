@@ -282,17 +282,12 @@ def _tails(model: nn.Module, changing: frozenset[str]) -> list[tuple[str, ...]]:
         if isinstance(module, nn.Sequential) or len(holding) > 1:
             after = (*(name for name, _ in parts[holding[0] + 1 :]), *after)
         path, module = parts[holding[0]]
-        if _has_matrix_outside(model, (path, *after)):
+        inside = {id(p) for name in (path, *after) for p in model.get_submodule(name).parameters()}
+        # Only a weight that is multiplied before these modules is worth leaving out. What has one row alone, as a token
+        # or the embedding of positions, is added.
+        if any(id(p) not in inside and p.ndim > 1 and len(p) > 1 for p in model.parameters()):
             found.insert(0, (path, *after))
     return found
-
-
-def _has_matrix_outside(model: nn.Module, tail: tuple[str, ...]) -> bool:
-    """Whether a weight is multiplied before these modules, so that leaving out what comes before saves something; what
-    has one row alone, as a token or the embedding of positions, is added.
-    """
-    inside = {id(p) for name in tail for p in model.get_submodule(name).parameters()}
-    return any(id(p) not in inside and p.ndim > 1 and len(p) > 1 for p in model.parameters())
 
 
 def _getter(name: str) -> Any:

@@ -104,8 +104,8 @@ class SigmoidMean:
         """
         inner = raised.abs().sub_(self.half).mul_(self._scale).clamp_(-_FLAT, _FLAT)
         square = inner.square()
-        bent = (square * self._quintic).add_(self._cubic).mul_(square).add_(1)
-        return raised.clamp(max=0), bent.mul_(inner).sigmoid_()
+        bend = (square * self._quintic).add_(self._cubic).mul_(square)
+        return raised.clamp(max=0), torch.addcmul(inner, bend, inner).sigmoid_()
 
 
 class GaussianLogits(NamedTuple):

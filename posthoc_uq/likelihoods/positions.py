@@ -552,16 +552,16 @@ def sequence_scores(
 
 
 def novelty_at(
-    ratio: Tensor | Unread | None, sizes: tuple[int, ...], picked: Tensor | None
+    ratio: Tensor | Unread | None, sizes: tuple[int, ...], picked: Tensor
 ) -> Tensor | Unread | None:
     """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
 
     Args:
         ratio: ``(batch, *grid)``, or ``(batch,)``, read or not, which stays as it is; or None.
         sizes: of the dimensions that count positions.
-        picked: indices into a sample's rows; None for all.
+        picked: indices into a sample's rows.
     """
-    if not isinstance(ratio, Tensor) or ratio.ndim == 1 or picked is None:
+    if not isinstance(ratio, Tensor) or ratio.ndim == 1:
         return ratio
     if tuple(ratio.shape[1:]) != sizes:
         ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)

@@ -270,11 +270,12 @@ def sparsify(
     inputs, outputs = selected.any(dim=1), selected.any(dim=2)
     index_a, mask_a = _front(inputs)
     index_g, mask_g = _front(outputs)
-    grid = eigenvalues.gather(1, index_g.unsqueeze(2).expand(-1, -1, eigenvalues.shape[2]))
-    grid = grid.gather(2, index_a.unsqueeze(1).expand(-1, grid.shape[1], -1))
+    columns_a, columns_g = index_a.unsqueeze(1), index_g.unsqueeze(1)
+    grid = torch.take_along_dim(eigenvalues, index_g.unsqueeze(2), 1)
+    grid = torch.take_along_dim(grid, columns_a, 2)
     return InformationBlock(
-        input_basis=_select_columns(input_basis, index_a) * mask_a.unsqueeze(1),
-        output_basis=_select_columns(output_basis, index_g) * mask_g.unsqueeze(1),
+        input_basis=torch.take_along_dim(input_basis, columns_a, 2) * mask_a.unsqueeze(1),
+        output_basis=torch.take_along_dim(output_basis, columns_g, 2) * mask_g.unsqueeze(1),
         eigenvalues=(grid * mask_g.unsqueeze(2) * mask_a.unsqueeze(1)).contiguous(),
         diagonal=diagonal,
         correction=correction,
@@ -288,7 +289,3 @@ def _front(selected: Tensor) -> tuple[Tensor, Tensor]:
     width = int(selected.sum(dim=1).max())
     index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]
     return index, selected.gather(1, index)
-
-
-def _select_columns(basis: Tensor, index: Tensor) -> Tensor:
-    return basis.gather(2, index.unsqueeze(1).expand(-1, basis.shape[1], -1))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
-from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq.core.randomness import mixed_seeds
 from posthoc_uq.core.records import Record
 from posthoc_uq.core.registry import shown_names
 from posthoc_uq.layers.layer import Layer
@@ -671,7 +671,7 @@ class Posterior:
             step = max(1, _DRAWN_NUMBERS // like.numel())
             for start in range(0, len(unique), step):
                 part = slice(start, min(len(unique), start + step))
-                drawn = covariance.draws([mixed_seed(seed, number) for seed in unique[part]], like)
+                drawn = covariance.draws(mixed_seeds(unique[part], number), like)
                 for layer, matrix in self.layout.split(name, drawn):
                     for parameter, values in layer.to_parameters(matrix).items():
                         if start == 0:
