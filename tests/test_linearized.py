@@ -852,3 +852,29 @@ def test_an_operation_without_forward_derivative() -> None:
     assert LinearizedPredictor(model, posterior)(x).probs.shape == (5, 3)
     with pytest.raises(uq.PosthocUQError, match="engine='exact'"):
         LinearizedPredictor(model, posterior, engine="jvp")(x)
+
+
+def test_one_sample_has_one_backward_pass_of_copies() -> None:
+    class Backward(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += "convolution_backward" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.GELU(), nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)
+    )
+    model = model.double().eval()
+    x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
+    posterior = uq.fit(
+        model, [(x, torch.arange(5) % 4)], "inf", layers="all", prior_precision=1.0, progress=False
+    )
+    predictor = uq.wrap(model, posterior, "linearized")
+    several = predictor(x)
+    with Backward() as counted:
+        one = predictor(x[:1].clone())
+        torch.testing.assert_close(one.logits_variance, several.logits_variance[:1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(one.probs, several.probs[:1], rtol=1e-9, atol=1e-12)
+    assert counted.calls == 1

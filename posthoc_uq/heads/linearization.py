@@ -18,7 +18,7 @@ from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import check_refused
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.progress import progress_span, split_progress
-from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, check_shape, pull_back
+from posthoc_uq.heads.jacobians import Gradient, Pulled, WeightCovariance, check_shape, pull_back
 from posthoc_uq.heads.linearized_outputs import (
     ONE_POSITION,
     ChosenOutputs,
@@ -38,6 +38,7 @@ from posthoc_uq.posteriors.covariance import Mode
 
 NamedWeights = dict[str, Tensor]
 
+_MAX_COPIES = 20  # of one sample, for as many functions of its outputs
 _STORED_BUDGETS = 4  # output gradients of more than this many memory budgets split the batch
 
 
@@ -140,7 +141,7 @@ class Linearization(LinearizedOutputs):
             for part, used in self._parts(indices, centre=indices is not None):
                 number = part._functions(used, indices is not None)
                 gradient = part._one_class(0, used)
-                pulled = pull_back(part._recording, gradient, range(number), self._dtype, last=True)
+                pulled = part._pulled(gradient, range(number), last=True)
                 parts.append(spectrum.contract(pulled, part._samples, number))
         return OutputsByPrior(self.mean, self._rows, indices, parts, spectrum, self._chosen)
 
@@ -171,6 +172,28 @@ class Linearization(LinearizedOutputs):
 
         return gradient
 
+    def _pulled(self, gradient: Gradient, numbers: range, last: bool) -> list[Pulled]:
+        """As `pull_back`. The functions of one sample's outputs have one backward pass, of as many copies of it, which
+        takes half of the time: products of one row are bound by the weights that they read.
+        """
+        copies = len(numbers)
+        tensors = [value for value in (*self._batch.args, *self._batch.kwargs.values()) if value is not None]
+        alone = all(isinstance(value, Tensor) and holds_samples(value, 1) for value in tensors)
+        if self._samples > 1 or not 1 < copies <= _MAX_COPIES or self._batch.whole or not alone:
+            return pull_back(self._recording, gradient, numbers, self._dtype, last=last)
+        with torch.autocast(self.mean.device.type, enabled=self._autocast):
+            recording = self._capture.run(self._batch.repeated(copies), copies)
+        rows = torch.cat([gradient(number).reshape(self._outputs.shape) for number in numbers])
+        of_copies = pull_back(recording, lambda _: rows, range(1), self._dtype, last=True)
+        return [
+            Pulled(
+                each.layer,
+                each.activations.part(slice(0, 1)),
+                lambda _, each=each: each.gradients(1).transpose(0, 2),
+            )
+            for each in of_copies
+        ]
+
     def _variances_of(self, gradient: Gradient, number: int, last_place: bool = True) -> Tensor:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
         assert isinstance(self._weights, WeightCovariance)
@@ -180,7 +203,7 @@ class Linearization(LinearizedOutputs):
             numbers = range(start, min(number, start + step))
             last = numbers.stop == number and last_place
             with progress_span(0, 0.5):
-                pulled = pull_back(self._recording, gradient, numbers, self._dtype, last=last)
+                pulled = self._pulled(gradient, numbers, last)
             with progress_span(0.5, 1):
                 variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
         return torch.cat(variances, dim=1)
@@ -232,7 +255,7 @@ class Linearization(LinearizedOutputs):
     def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
         assert isinstance(self._weights, WeightCovariance)
         with progress_span(0, 0.5):
-            pulled = pull_back(self._recording, gradient, range(number), self._dtype, last=last)
+            pulled = self._pulled(gradient, range(number), last)
         with progress_span(0.5, 1):
             return self._result(self._weights.contract(pulled, self._samples, number, mode))
 
