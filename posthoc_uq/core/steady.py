@@ -60,18 +60,15 @@ def places_of(model: nn.Module) -> list[Place]:
         kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
         rewritten = getattr(module, "max_norm", None) is not None
         found += [Place(f"{name}.{key}" if name else key, home, key, rewritten) for home, key in kept]
-    return [place for place in found if _watchable(place.tensor())]
-
-
-def _watchable(tensor: Tensor | None) -> bool:
-    """Whether it is a plain tensor with numbers in memory."""
-    return (
-        tensor is not None
+    return [
+        place
+        for place in found
+        if (tensor := place.tensor()) is not None
         and type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.device.type != "meta"
         and not tensor.is_quantized
-    )
+    ]
 
 
 class Mark(NamedTuple):

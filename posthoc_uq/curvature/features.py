@@ -356,11 +356,6 @@ def _agreeing(
     return tuple(agreeing)
 
 
-def _has_channels(layer: Layer) -> bool:
-    """Whether a layer's inputs are one tensor of channels at positions."""
-    return layer.convolutional or layer.kind in (Linear.kind, Product.kind)
-
-
 def _stages(
     prepared: Prepared, last: Layer, mask: Tensor | None, within: tuple[int, ...] | None = None
 ) -> list[tuple[Layer, str]]:
@@ -370,7 +365,9 @@ def _stages(
     """
     weights = [tracked.layer.weight for tracked in prepared.found]
     before = [t for t in prepared.found[: weights.index(last.weight)] if t.layer.rule.matrices]
-    alone = [t for t in before if t.uses == 1 and _has_channels(t.layer)]
+    # whose inputs are one tensor of channels at positions
+    kinds = Linear.kind, Product.kind
+    alone = [t for t in before if t.uses == 1 and (t.layer.convolutional or t.layer.kind in kinds)]
     several = list[Layer]()
     for tracked in alone:
         layer, shape = tracked.layer, tracked.input_shape
