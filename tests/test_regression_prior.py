@@ -68,6 +68,20 @@ def test_few_weights_get_a_dense_covariance_that_widens_outside_of_the_data() ->
     assert uq.fit(model, [(x[:59], y[:59])], **OPTIONS).method == "inf"
 
 
+def test_few_held_out_labels_begin_at_what_leave_one_out_found() -> None:
+    """Begun at the noise of ten labels and a faithful prior, a search would lose the width."""
+    model, x, y = sine()
+    posterior = uq.fit(model, [(x, y)], "inf", **OPTIONS)
+    generator = torch.Generator().manual_seed(1)
+    held_out = 8 * torch.rand(10, 1, generator=generator)
+    labels = held_out.sin() + 0.1 * torch.randn(10, 1, generator=generator)
+    tuned = uq.tune(posterior, [(held_out, labels)], progress=False)
+    assert tuned.history.trials and tuned.history.trials.trials[0].settings == posterior.settings
+    assert float(tuned.prior_precision) <= float(posterior.prior_precision) * (1 + 1e-9)
+    again = uq.tune(tuned, [(held_out, labels)], progress=False)  # it begins there, too
+    assert again.settings == tuned.settings
+
+
 def noise_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """That leave-one-out finds."""
     posterior = uq.fit(model, [(x, y)], prior_precision=1.0, **OPTIONS)

@@ -506,7 +506,9 @@ class _ByHeldOutLabels(_Search):
             settings = replace(settings, temperature=at, class_shift=(), class_scale=())
         assert self.loader is not None
         loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
-        if "noise" in names:
+        if left_out is not None and self._noise_is_known():
+            settings = replace(settings, noise_scale=left_out.noise_scale)
+        elif "noise" in names:
             settings = replace(settings, noise_scale=loss.noise_of_network(settings))
         if first in names:
             settings = self._start(predictor.with_posterior(predictor.posterior.at(settings)))
@@ -563,6 +565,12 @@ class _ByHeldOutLabels(_Search):
             )
         return [*names, "noise"] if self.noise and "noise" not in names else list(names)
 
+    def _noise_is_known(self) -> bool:
+        """Whether leave-one-out found the noise, and with it the width. Few labels know less of both, so that a search
+        begins at these.
+        """
+        return self.posterior.likelihood.has_noise and self.posterior.history.left_out is not None
+
     def _start(self, predictor: Predictor) -> Hyperparameters:
         """The predictor's settings with the prior that a fit finds by itself: the faithful one, as recorded if it was
         found with the same head and settings, and with the budget if one is given, or else that of the held-out inputs.
@@ -570,7 +578,7 @@ class _ByHeldOutLabels(_Search):
         that of the evidence.
         """
         posterior, budget = predictor.posterior, self.divergence
-        if budget is None and "noise" in self.names():
+        if budget is None and "noise" in self.names() and not self._noise_is_known():
             budget = DIVERGENCE_WITH_NOISE
         if not posterior.likelihood.has_divergence:
             if self.divergence is not None:
