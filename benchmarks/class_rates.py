@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for library in kinds:
         if options.smoke:
             differ = of_other_rates(["cancer"], STEPS[:1], TRAININGS[:1])
-            pairs, seeds = pairs_named(["penguins, mlp relu"], CLASSIFIERS), [0]
+            pairs, seeds = pairs_named(["mixture, mlp gelu layer"], CLASSIFIERS), [0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rows = [
