@@ -260,7 +260,7 @@ def test_binary_labels_in_a_column(net: nn.Sequential, posterior: uq.Posterior) 
     expected = prediction.log_prob(y.flatten())
     for given in (y, y.float(), y.flatten().double(), y.bool()):
         assert torch.equal(prediction.log_prob(given), expected)
-    refused("integer labels", lambda: prediction.log_prob(y + 0.5))
+    refused("Soft labels must be probabilities", lambda: prediction.log_prob(y + 0.5))
     refused("between 0 and 1", lambda: prediction.log_prob(y + 1.0))
     several = cast(Any, uq.wrap(net, posterior)(inputs()))
     refused("integer labels", lambda: several.log_prob(labels().reshape(-1, 1)))

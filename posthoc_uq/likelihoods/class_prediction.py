@@ -378,11 +378,13 @@ class ClassPrediction(LogitsPrediction):
                 them. Of soft labels, probabilities (batch, classes), or of one logit (batch,), the mean over them.
 
         Raises:
-            PosthocUQError: wrong shape, labels that are not integers or out of range.
+            PosthocUQError: wrong shape, labels that are not integers or out of range, or soft ones that are no
+                probabilities.
         """
         inputs, classes = self.probs.shape
         targets = self._of_one_logit(as_targets(targets))
         if are_soft(targets, self.probs):
+            checked_soft(targets[(targets != 0).any(1)])  # zeros alone: a position that does not count
             return soft_log_prob(targets, self.log_probs)
         if targets.shape != (inputs,) or targets.is_floating_point():
             raise PosthocUQError(
