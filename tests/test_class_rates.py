@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -543,3 +544,28 @@ def test_the_command_line_takes_a_scaling(command: str, tmp_path: Path) -> None:
         run(command, tmp_path / "p.h5", *where, *given, "--class-rates", "0.5,0.3,0.2")
         promises = uq.load(tmp_path / "p.h5", posterior.model).history.promises
         assert promises is not None and promises.class_rates == [0.5, 0.3, 0.2]
+
+
+def test_rows_thinned_to_other_rates_are_not_taken_for_training_rows() -> None:
+    """Most of what is left there is of a class that is never predicted wrong."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.tensor([[0.0, 0.0], [0.7, 0.0], [8.0, 8.0]])
+
+    def rows(number: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(0, 3, (number,), generator=generator)
+        return centres[y] + torch.randn(number, 2, generator=generator), y
+
+    x, y = rows(200)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(200):
+        optimiser.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    posterior = uq.fit(model.eval(), [(x, y)], "diag", progress=False)
+    assert posterior.history.leave_one_out and posterior.history.leave_one_out.accuracy < 0.9
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        uq.calibrate(posterior, [rows(1500)], class_rates=[0.02, 0.02, 0.96], progress=False)
+    assert not any("trained on them" in str(warning.message) for warning in caught)

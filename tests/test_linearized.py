@@ -878,3 +878,28 @@ def test_one_sample_has_one_backward_pass_of_copies() -> None:
         torch.testing.assert_close(one.logits_variance, several.logits_variance[:1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(one.probs, several.probs[:1], rtol=1e-9, atol=1e-12)
     assert counted.calls == 1
+
+
+def test_one_sample_beside_an_argument_that_all_samples_share() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh() * scale)
+
+    torch.manual_seed(0)
+    model, scale, x = Scaled().eval(), torch.tensor([0.7]), torch.randn(8, 5)
+    posterior = uq.fit(
+        model,
+        [(x, scale, torch.arange(8) % 3)],
+        "diag",
+        layers="all",
+        prior_precision=1.0,
+        progress=False,
+        batch_to_inputs=lambda batch: batch[:-1],
+        batch_to_targets=lambda batch: batch[-1],
+    )
+    predictor = uq.wrap(model, posterior, "linearized")
+    torch.testing.assert_close(predictor(x[:1], scale).probs, predictor(x, scale).probs[:1])

@@ -146,3 +146,12 @@ def test_held_out_rows_keep_the_width_of_the_fit() -> None:
     width = [each.prior_precision * each.noise_scale for each in (posterior, calibrated)]
     assert width[0] == pytest.approx(width[1], rel=1e-6)
     assert calibrated.history.promises.targets.scores[0].count == 40
+
+
+def test_a_noise_that_is_not_to_be_tuned_stays() -> None:
+    model, x, y = sine()
+    posterior = uq.fit(model, [(x, y)], "inf", **OPTIONS)
+    held_out = [(x, y + torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))]
+    tuned = uq.tune(posterior, held_out, progress=False)
+    assert tuned.noise_scale > 2 * posterior.noise_scale
+    assert uq.tune(tuned, held_out, noise=False, progress=False).noise_scale == tuned.noise_scale

@@ -447,3 +447,25 @@ def test_a_table_of_times(tmp_path: Path) -> None:
     lower, upper = prediction.interval(0.8)
     for name, values in (("median", prediction.median()), ("lower", lower), ("upper", upper)):
         assert float(columns[name]) == pytest.approx(float(values[0]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "outputs", "targets"),
+    [
+        ("weibull", (0.0, 1.6), (0.5, 1e9)),
+        ("log_normal", (5.0, -0.1), (0.0, 0.001)),
+        ("log_normal", (11.0, -0.5), (1.0, 2.0)),
+        ("log_normal", (0.0, 3.0), (1e6, 1e6 + 1)),
+    ],
+)
+def test_ranges_far_from_what_is_predicted_keep_their_gradient(
+    family: Any, outputs: tuple[float, float], targets: tuple[float, float]
+) -> None:
+    likelihood, found = uq.Survival(family, censoring="interval"), []
+    for dtype in (torch.float32, torch.float64):
+        at = torch.tensor([outputs], dtype=torch.float32).to(dtype).requires_grad_()
+        logs = likelihood.log_prob(at, torch.tensor([targets], dtype=torch.float64))
+        assert logs.dtype == dtype
+        found.append((logs.detach().double(), torch.autograd.grad(logs.sum(), at)[0].double()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert found[0][1].abs().min() > 0

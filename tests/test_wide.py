@@ -73,6 +73,18 @@ def test_a_file_is_not_quadratic_in_classes(few: Fitted, tmp_path: Path) -> None
         uq.update(wide, [(x, torch.zeros(3, dtype=torch.long))], progress=False)
 
 
+@pytest.mark.parametrize("method", ["kfac", "efb"])
+def test_a_wide_layer_beside_others_is_saved(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1100)).eval()
+    x, y = torch.randn(32, 4), torch.randint(0, 1100, (32,))
+    posterior = uq.fit(model, [(x, y)], method, layers="all", prior_precision=1.0, progress=False)
+    assert {block.kind for block in posterior.blocks.values()} == {method, f"{method}_wide"}
+    uq.save(posterior, tmp_path / "p.uq")
+    loaded = uq.load(tmp_path / "p.uq", model)
+    assert torch.equal(uq.wrap(model, loaded)(x[:3]).probs, uq.wrap(model, posterior)(x[:3]).probs)
+
+
 def test_more_samples_keep_the_trace() -> None:
     _, wide, whole = fitted(900)
     (block,), (other,) = (tuple(own.blocks.values()) for own in (wide, whole))

@@ -348,8 +348,9 @@ class Description(Record):
         if len(set(weights)) < len(weights):
             raise ValueError("has two layers with the same weight")
         kinds = {block.kind for block in self.blocks.values()}
-        # large embeddings have a diagonal beside the others' factors
-        if not kinds or len(kinds - {"diagonal"}) > 1 or not kinds <= set(FAMILIES[self.method]):
+        # large embeddings have a diagonal beside the others' factors, and wide layers keep leading directions alone
+        narrow = {kind.removesuffix("_wide") for kind in kinds}
+        if not kinds or len(narrow - {"diagonal"}) > 1 or not kinds <= set(FAMILIES[self.method]):
             raise ValueError(f"has the method {self.method!r}, and blocks of the kinds {sorted(kinds)}")
         classes, samples = [BLOCKS[kind] for kind in sorted(kinds)], self.evidence.samples
         if any(block.attributes.get("samples", samples) != samples for block in self.blocks.values()):

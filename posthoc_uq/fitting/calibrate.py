@@ -302,7 +302,8 @@ def calibrated(
             retunes=retunes,
             weights=weights,
         )
-        warn_of_few_errors(tuned, measured)
+        if weights is None:  # rows thinned to other class rates have another share of errors
+            warn_of_few_errors(tuned, measured)
         measured = measured.changed(class_rates=class_rates)
         if weights is not None and class_rates is not None and measured.samples < _FEW:
             _warn_of_few(measured, weights, class_rates, by_class)

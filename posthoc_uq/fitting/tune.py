@@ -506,10 +506,11 @@ class _ByHeldOutLabels(_Search):
             settings = replace(settings, temperature=at, class_shift=(), class_scale=())
         assert self.loader is not None
         loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
-        if left_out is not None and self._noise_is_known():
-            settings = replace(settings, noise_scale=left_out.noise_scale)
-        elif "noise" in names:
-            settings = replace(settings, noise_scale=loss.noise_of_network(settings))
+        if "noise" in names:
+            known = left_out.noise_scale if left_out is not None and self._noise_is_known() else None
+            settings = replace(
+                settings, noise_scale=loss.noise_of_network(settings) if known is None else known
+            )
         if first in names:
             settings = self._start(predictor.with_posterior(predictor.posterior.at(settings)))
         others = [PARAMETERS[name] for name in names if name != first]

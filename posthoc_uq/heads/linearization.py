@@ -178,7 +178,8 @@ class Linearization(LinearizedOutputs):
         """
         copies = len(numbers)
         tensors = [value for value in (*self._batch.args, *self._batch.kwargs.values()) if value is not None]
-        alone = all(isinstance(value, Tensor) and holds_samples(value, 1) for value in tensors)
+        # of several arguments one may be the same for all samples, with one row by chance
+        alone = len(tensors) == 1 and isinstance(tensors[0], Tensor) and holds_samples(tensors[0], 1)
         if self._samples > 1 or not 1 < copies <= _MAX_COPIES or self._batch.whole or not alone:
             return pull_back(self._recording, gradient, numbers, self._dtype, last=last)
         with torch.autocast(self.mean.device.type, enabled=self._autocast):

@@ -216,9 +216,12 @@ class Survival(Likelihood):
         return self._standard.log_survival((log_times - location) * log_rate.exp())
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``log p(t)`` of a time that was seen, ``log P(T > t)``, ``log P(T <= t)`` or ``log P(l < T <= u)``."""
-        (location, log_rate), standard = self._parts(outputs), self._standard
-        lower, upper = self.bounds(self.reshape_targets(outputs, targets))
+        """``log p(t)`` of a time that was seen, ``log P(T > t)``, ``log P(T <= t)`` or ``log P(l < T <= u)``. In
+        float64: narrow ranges cancel, and those far from what is predicted have no probability in float32.
+        """
+        wide, standard = as_double(outputs), self._standard
+        location, log_rate = self._parts(wide)
+        lower, upper = self.bounds(self.reshape_targets(wide, targets))
         seen, within = lower == upper, (lower < upper) & (upper < inf)
 
         def log_survival(times: Tensor, where: Tensor) -> Tensor:  # 1 elsewhere: no gradient is NaN
@@ -232,7 +235,8 @@ class Survival(Likelihood):
         ranges = before + torch.where(within, (-torch.expm1(change.clamp(max=-least))).log(), 0.0)
         log_times = torch.where(seen, lower, 1.0).log()
         z = torch.where(seen, (log_times - location) * log_rate.exp(), 0.0)
-        return torch.where(seen, standard.log_density(z) + log_rate - log_times, ranges)
+        logs = torch.where(seen, standard.log_density(z) + log_rate - log_times, ranges)
+        return logs.to(at_least_float32(outputs).dtype)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; nothing is censored."""
