@@ -95,15 +95,15 @@ def test_more_samples_keep_the_trace() -> None:
 
 
 def second_moments(
-    net: torch.nn.Module, x: Tensor, y: Tensor, tensors: dict[str, Tensor]
+    net: torch.nn.Sequential, x: Tensor, y: Tensor, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Of the last layer's gradients ``G_s = sum_t (p - y)_t a_t^T`` in the bases of a posterior, and their squared
     length along each input direction.
     """
     classes = tensors["output_basis"].shape[1]
     with torch.no_grad():
-        hidden = net[:-1](x)  # type: ignore[index]
-        errors = net[-1](hidden).softmax(-1) - torch.nn.functional.one_hot(y, classes)  # type: ignore[index]
+        hidden = net[:-1](x)
+        errors = net[-1](hidden).softmax(-1) - torch.nn.functional.one_hot(y, classes)
     ones = torch.ones_like(hidden[..., :1])
     rows = torch.cat([hidden, ones], -1).reshape(len(x), -1, hidden.shape[-1] + 1)
     turned = errors.reshape(len(x), -1, classes).mT @ rows @ tensors["input_basis"][0]

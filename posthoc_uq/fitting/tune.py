@@ -507,7 +507,7 @@ class _ByHeldOutLabels(_Search):
         assert self.loader is not None
         loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
-            known = left_out.noise_scale if left_out is not None and self._noise_is_known() else None
+            known = self._known_noise()
             settings = replace(
                 settings, noise_scale=loss.noise_of_network(settings) if known is None else known
             )
@@ -566,11 +566,12 @@ class _ByHeldOutLabels(_Search):
             )
         return [*names, "noise"] if self.noise and "noise" not in names else list(names)
 
-    def _noise_is_known(self) -> bool:
-        """Whether leave-one-out found the noise, and with it the width. Few labels know less of both, so that a search
-        begins at these.
+    def _known_noise(self) -> float | None:
+        """The noise scale where leave-one-out found the noise, and with it the width. Few labels know less of both, so
+        that a search begins at these.
         """
-        return self.posterior.likelihood.has_noise and self.posterior.history.left_out is not None
+        left_out = self.posterior.history.left_out
+        return left_out.noise_scale if left_out is not None and self.posterior.likelihood.has_noise else None
 
     def _start(self, predictor: Predictor) -> Hyperparameters:
         """The predictor's settings with the prior that a fit finds by itself: the faithful one, as recorded if it was
@@ -579,7 +580,7 @@ class _ByHeldOutLabels(_Search):
         that of the evidence.
         """
         posterior, budget = predictor.posterior, self.divergence
-        if budget is None and "noise" in self.names() and not self._noise_is_known():
+        if budget is None and "noise" in self.names() and self._known_noise() is None:
             budget = DIVERGENCE_WITH_NOISE
         if not posterior.likelihood.has_divergence:
             if self.divergence is not None:
