@@ -265,6 +265,15 @@ def moves_the_mean(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def predicts_many_classes(device: torch.device) -> dict[str, Any]:
+    """So many that bases of the outputs are narrow."""
+    model, (x, _), found = network(1100, device), images(), dict[str, Any]()
+    for method in ("kfac", "efb"):
+        posterior = fitted(model, method, layers="last")
+        found[method] = uq.wrap(model, posterior)(x[:3].to(device)).probs
+    return found
+
+
 def scales_classes(device: torch.device) -> dict[str, Any]:
     """By every head, and for given rates."""
     model, found = network(device=device), dict[str, Any]()
@@ -527,6 +536,7 @@ WORKS: dict[str, Work] = {
     "regression": regresses,
     "moved mean": moves_the_mean,
     "scaled classes": scales_classes,
+    "many classes": predicts_many_classes,
     "tuning": tunes,
     "faithful": searches_faithfully,
     "weights by a model's own code": computes_weights,

@@ -236,7 +236,7 @@ class Survival(Likelihood):
         log_times = torch.where(seen, lower, 1.0).log()
         z = torch.where(seen, (log_times - location) * log_rate.exp(), 0.0)
         logs = torch.where(seen, standard.log_density(z) + log_rate - log_times, ranges)
-        return logs.to(at_least_float32(outputs).dtype)
+        return logs.to(at_least_float32(outputs))
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; nothing is censored."""

@@ -1211,7 +1211,7 @@ class Kronecker(Independent):
     @constant
     def _basis_sums(self) -> Tensor:
         """``U_G^T 1`` of a layer of one group, in the activations' precision."""
-        return as_double(self._output_basis[0]).sum(0).to(self.dtype)
+        return as_double(self._output_basis[0]).sum(0).to(self.device, self.dtype)
 
     def output_products(self, activations: Tensor) -> OutputCovariance:
         input_basis, output_basis = (basis[0] for basis in self.bases)
