@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from networks import batches, inputs_of, targets_of
+from networks import batches, inputs_of, mlp, targets_of
 from small_fits import fit, inputs, labels, net
 from torch import Tensor, nn
 
@@ -188,3 +189,16 @@ def test_a_refusal_fails_twice_where_the_plain_way_works() -> None:
         with pytest.raises(type(none_left)):
             check_refused(none_left, fails, lambda: None)
     assert done == ["plainly", "again"] and not out_of_memory(error)
+
+
+def test_every_error_is_a_value_error_and_keeps_its_kind(tmp_path: Path) -> None:
+    """Where the package catches a `ValueError` of others, its own ones go through as they are."""
+    model, x = mlp(), inputs_of(4)
+    with pytest.raises(ValueError, match="prior_precision must be"):
+        uq.fit(model, [x], "diag", prior_precision=-1.0, progress=False)
+    posterior = uq.fit(model, [x], "diag", prior_precision=1.0, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    with pytest.raises(uq.PosteriorMismatchError, match="numbers or their dtype do not"):
+        uq.load(tmp_path / "p.h5", mlp().double())
+    with pytest.raises(uq.PosthocUQError, match="is a folder"):
+        uq.save(posterior, tmp_path)

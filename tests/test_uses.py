@@ -239,6 +239,55 @@ def test_what_requires_gradients_and_nothing_else(tmp_path: Path) -> None:
     assert set(of_layer.mean) >= {"2.weight"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        (["body.weight"], ["body.weight"]),
+        (["one.bias", "body.weight"], ["body.weight", "one.bias"]),
+        ("*.bias", ["body.bias", "one.bias"]),
+        (["one", "body.bias"], ["body.bias", "one.weight", "one.bias"]),
+        (["one.weight", "one.bias", "scale"], ["one.weight", "one.bias", "scale"]),
+        (["one", "one.weight"], ["one.weight", "one.bias"]),
+    ],
+)
+def test_parameters_by_their_names(asked: Any, names: list[str], tmp_path: Path) -> None:
+    model = half_frozen()
+    posterior = fitted(model, layers=asked)
+    assert set(posterior.mean) == set(names)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    found = uq.wrap(model, loaded, "linearized").functional_variance(NEW)
+    expected = dense(model.requires_grad_(True), names, NEW)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["trainable", "names"])
+def test_kfac_of_a_weight_without_its_bias(choice: str) -> None:
+    """``kron(G, A)`` of inputs without the column of ones, and the diagonal of the same Fisher, by autograd."""
+    model = Net(lambda m, x: m.one(m.features(x)))
+    model.requires_grad_(False)
+    model.body.weight.requires_grad_(True)
+    layers: Any = "trainable" if choice == "trainable" else ["body.weight"]
+    hidden = model.body(X).detach().requires_grad_()
+    logits = model.one(torch.tanh(hidden))
+    probs = logits.softmax(1).detach()
+    pulled = torch.stack([torch.autograd.grad(o.sum(), hidden, retain_graph=True)[0] for o in logits.T], 1)
+    spread = torch.diag_embed(probs) - probs.unsqueeze(2) * probs.unsqueeze(1)
+    of_outputs = torch.einsum("sko,skl,slp->op", pulled, spread, pulled) / len(X)
+    of_inputs = X.T @ X / len(X)
+    wanted = torch.linalg.inv(
+        len(X) * torch.kron(of_outputs.contiguous(), of_inputs) + torch.eye(30).double()
+    )
+    posterior = fitted(model, "kfac", layers=layers)
+    torch.testing.assert_close(
+        posterior.variance()["body.weight"].flatten(), wanted.diagonal(), rtol=1e-6, atol=0
+    )
+    squares = torch.einsum("sko,skl,slo,si->oi", pulled, spread, pulled, X.square())
+    torch.testing.assert_close(
+        fitted(model, "diag", layers=layers).variance()["body.weight"], 1 / (squares + 1), rtol=1e-6, atol=0
+    )
+
+
 @pytest.mark.parametrize("method", ["inf", "kfac", "diag"])
 def test_a_posterior_of_what_requires_gradients_by_every_head(method: str) -> None:
     model = half_frozen()

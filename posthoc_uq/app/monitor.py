@@ -390,6 +390,8 @@ def read_state(path: str) -> Monitor | None:
             return Monitor.resume(json.load(file))
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be read: {error.strerror}.") from error
+    except PosthocUQError:
+        raise
     except (ValueError, RecursionError):
         raise PosthocUQError(
             f"'{path}' is no JSON file of a monitor's state; give the state another name."

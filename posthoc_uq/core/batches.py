@@ -698,6 +698,8 @@ def checked_weights(weights: Any) -> Tensor:
     """
     try:
         found = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
+    except PosthocUQError:
+        raise
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."

@@ -18,8 +18,8 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-class PosthocUQError(Exception):
-    """Base of every error that the package raises on purpose."""
+class PosthocUQError(ValueError):
+    """Base of every error that the package raises on purpose; also a `ValueError`, as other libraries raise them."""
 
     def __str__(self) -> str:
         return printable(super().__str__(), keep="\n\t")

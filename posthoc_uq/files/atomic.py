@@ -45,6 +45,8 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
             raise PosthocUQError(f"'{path}' cannot be written: no files may be made in '{target.parent}'.")
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+    except PosthocUQError:
+        raise
     except (TypeError, ValueError) as error:
         raise PosthocUQError(f"{path!r} is no path to a file: {error}.") from None
     return target

@@ -134,7 +134,9 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         text, attributes = hdf5.state_text(description.plain()), _attributes(description, __version__)
         image = hdf5.build_image(text, attributes, arrays, header.SIZE, compression)
         return header.write_header(image, posterior.method)
-    except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, PosthocUQError) and not isinstance(error, CorruptPosteriorError):
+            raise
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}.") from error
 
 
@@ -381,6 +383,8 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         yield
     except CorruptPosteriorError as error:
         raise CorruptPosteriorError(f"'{path}' cannot be loaded: {str(error).rstrip('.')}.") from None
+    except PosthocUQError:
+        raise
     except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
             raise PosthocUQError(f"'{path}' does not fit into memory.") from None

@@ -166,8 +166,9 @@ def fit(
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``; these are layers whose weights are matrices. The last ones are those that no
             other follows on a way to the outputs, as of several heads all. ``"everything"`` adds the scales and offsets
-            of normalisations, embeddings and all other parameters, each of which can also be named; ``"trainable"``
-            takes those of all these that require gradients. By default those that a named method is for: the last one
+            of normalisations, embeddings and all other parameters; ``"trainable"`` takes those of all these that
+            require gradients. Where no layer has a name or fits a pattern, parameters that do are taken alone:
+            ``["0.weight"]``, ``"*.bias"``. By default those that a named method is for: the last one
             for message passing, all for the others. Where no method is named either, a perceptron (linear layers on
             rows) and a regression get all, and any other network the last: over all layers its predictions cost a
             backward pass for each output, some twenty forward passes for ten classes where the last layer's take one

@@ -116,7 +116,7 @@ def cost_of_gradients(layers: Sequence[Layer], weights: int, passes: float) -> s
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """The layers that a user asks for: ``"all"`` whose weights are matrices, ``"everything"`` with the scales of
 normalisations, embeddings and all other parameters, ``"trainable"`` that require gradients, ``"last"``, names, prefixes
-or shell patterns, or a function."""
+or shell patterns of layers, names or patterns of parameters, or a function."""
 
 LAYER_WORDS = ("all", "everything", "trainable", "last")
 """Those of them that are words."""
@@ -171,6 +171,14 @@ def wanted_names(selection: Selection) -> list[str] | None:
     if callable(selection) or selection in LAYER_WORDS:
         return None
     return [selection] if isinstance(selection, str) else list(selection)
+
+
+def named_parameters_of(
+    wanted: Iterable[str], layers: Sequence[TrackedLayer], parameters: Iterable[str]
+) -> set[str]:
+    """The parameters whose whole names are wanted, or fit a pattern; what is the name of a layer means that layer."""
+    own = [want for want in wanted if not any(asked_by_name([want], t.names) for t in layers)]
+    return {name for name in parameters if any(want == name or fnmatchcase(name, want) for want in own)}
 
 
 def asked_by_name(wanted: Iterable[str], names: Iterable[str]) -> bool:
@@ -284,6 +292,7 @@ class Reference:
         parameters: of the model, by name.
         trainable: the names of those that require gradients in it.
         table: what is known of each of them, in their order.
+        named: those of them that a selection asks for by their own names.
         find_uses: finds where the weights enter a pass, once.
     """
 
@@ -295,7 +304,7 @@ class Reference:
         self.form = _form_of(twin, probe)
         self.parameters, holders = dict(twin.named_parameters()), owners(twin)
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-        self.table = list[ParameterUse]()
+        self.table, self.named = list[ParameterUse](), set[str]()
         for name, parameter in self.parameters.items():
             shared = tuple(holder for holder, _, _ in holders[id(parameter)])
             parent, parametrized, _ = f".{shared[0]}".rpartition(".parametrizations.")
@@ -387,7 +396,7 @@ class Reference:
             asked = {use.name for use in self.missed(reached, selection, zero=True)}
             asked |= self.find_uses().factors if selection == "all" else set()
             asked |= {f"{use.module}.bias" for use in self.table if use.name in asked}
-            asked |= {*(wanted_names(selection) or ())}
+            asked |= self.named
         left = [(name, g) for name, g in self.total.items() if name in asked and name not in reached]
         return [name for name, gradient in left if gradient is not None and not gradient.is_sparse]
 
@@ -559,8 +568,18 @@ def prepare(
     else:
         factors = reference.find_uses().factors if by_gradients else ()
         discovered = [t for t in discovered if t.layer.weight not in factors]
-        frozen = selection == "trainable" and by_gradients  # a method that trains takes a layer whole
-        alone = {t.layer.weight for t in discovered if frozen and t.layer.bias not in reference.trainable}
+        alone, wanted = set[str](), wanted_names(selection)
+        if by_gradients and (wanted or selection == "trainable"):  # a method that trains takes a layer whole
+            if wanted:
+                reference.named = named_parameters_of(wanted, discovered, reference.parameters)
+            taken = reference.named if wanted else reference.trainable
+            alone = {
+                t.layer.weight
+                for t in discovered
+                if t.layer.weight in taken
+                and t.layer.bias not in taken
+                and not asked_by_name(wanted or (), t.names)
+            }
     discovered = [t.without_bias() if t.layer.weight in alone else t for t in discovered]
     if selection == "trainable" and not reference.trainable:
         raise PosthocUQError(
@@ -593,10 +612,9 @@ def prepare(
         use.seen, use.layer = use.name in weights, of_layers.get(use.name)
     reached = {use.name for use in reference.table if use.seen or use.layer}
     failures = {use.module: use.why_not_caught() for use in reference.missed(reached, selection)}
-    for name in wanted_names(selection) or []:
-        use = next((use for use in reference.table if use.name == name), None)
-        if by_gradients and use is not None and use.used and use.layer is None:
-            failures[name] = use.why_not_caught()
+    for use in reference.table:
+        if use.name in reference.named and use.used and use.layer is None:
+            failures[use.name] = use.why_not_caught()
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
     unnamed = selection in ("all", "everything", "trainable") or callable(selection)
@@ -708,6 +726,7 @@ def select(
         return able
     for name in names:
         known = any(asked_by_name([name], t.names) or name in t.alone for t in discovered)
+        known = known or any(fnmatchcase(parameter, name) for parameter in reference.named)
         matrices = {t.layer.weight for t in discovered if t.layer.rule.matrices}
         known = known or (by_gradients and name not in matrices and reference.total.get(name) is not None)
         sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
@@ -720,13 +739,15 @@ def select(
             known_names = [t.layer.name for t in discovered]
             raise PosthocUQError(
                 f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
-                f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, *LAYER_WORDS])}"
+                f"{', ...' if len(known_names) > 5 else ''}."
+                f"{did_you_mean(name, [*known_names, *LAYER_WORDS, *reference.parameters])}"
             )
     return [
         t
         for t in discovered
         if (asked_by_name(names, t.names) if t.layer.rule.matrices else t.layer.name in names)
         or any(name in t.alone for name in names)
+        or t.layer.weight in reference.named
     ]
 
 
