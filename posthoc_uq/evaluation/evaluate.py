@@ -48,6 +48,7 @@ from posthoc_uq.evaluation.measurements import (
     column_meanings,
 )
 from posthoc_uq.files.atomic import write
+from posthoc_uq.heads.ensemble import EnsemblePredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
@@ -245,16 +246,16 @@ def _compared(compared: Any, likelihood: str | Likelihood | None) -> list[_Row]:
     named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
     if not named:
         raise PosthocUQError("evaluate needs at least one predictor.")
-    predictors = [model for model in named.values() if isinstance(model, Predictor)]
+    predictors = [model for model in named.values() if isinstance(model, (Predictor, EnsemblePredictor))]
     plain_likelihood = (
-        predictors[0].posterior.observation
+        predictors[0].observation
         if likelihood is None and predictors
         else resolve_likelihood("classification" if likelihood is None else likelihood)
     )
     noise_variance: Tensor | None = None
     if plain_likelihood.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
         # of the first predictor that has one; else 0, and no density is measured
-        noise_variances = [p.posterior.noise_variance for p in predictors]
+        noise_variances = [p.observation.noise_variance for p in predictors]
         noise_variance = next(
             (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
         )
@@ -265,7 +266,7 @@ def _compared(compared: Any, likelihood: str | Likelihood | None) -> list[_Row]:
 
 def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
     """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
-    if isinstance(model, Predictor):
+    if isinstance(model, (Predictor, EnsemblePredictor)):
         return _Row(
             name or model.head,
             model,
@@ -353,7 +354,7 @@ class _Gallery:
 
 # One pass over each loader.
 
-Compared = Predictor | nn.Module | Callable[..., Any]
+Compared = Predictor | EnsemblePredictor | nn.Module | Callable[..., Any]
 
 
 @defer_interrupts
@@ -462,8 +463,12 @@ def evaluate(
 def _models(compared: Any) -> list[nn.Module]:
     """The models of what is compared, where there are any."""
     named = cast(Mapping[str, Any], compared).values() if isinstance(compared, Mapping) else [compared]
-    models = [each.model if isinstance(each, Predictor) else each for each in named]
-    return [model for model in models if isinstance(model, nn.Module)]
+    models = list[Any]()
+    for each in named:
+        models += each.models if isinstance(each, EnsemblePredictor) else [each]
+    return [
+        each.model if isinstance(each, Predictor) else each for each in models if isinstance(each, nn.Module)
+    ]
 
 
 def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:

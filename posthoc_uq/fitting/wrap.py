@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from torch import nn
 
-from posthoc_uq.core.errors import warn_user
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import check_names, one_of
+from posthoc_uq.core.outputs import choice_of
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_match
 from posthoc_uq.heads import HEADS, Predictor
+from posthoc_uq.likelihoods import Likelihood, likelihood_to_attributes, resolve_likelihood
 from posthoc_uq.posteriors.history import CRITERIA
 from posthoc_uq.posteriors.posterior import Posterior
 
 if TYPE_CHECKING:
-    from posthoc_uq.heads import LinearizedPredictor, MomentsPredictor, SamplingPredictor
+    from posthoc_uq.heads import EnsemblePredictor, LinearizedPredictor, MomentsPredictor, SamplingPredictor
 
 
 @overload
@@ -42,9 +45,20 @@ def wrap(
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor: ...
 
 
+@overload
+def wrap(
+    model: Sequence[nn.Module],
+    posterior: Sequence[Posterior | None] | None,
+    head: str | None = None,
+    *,
+    likelihood: str | Likelihood | None = None,
+    **options: Any,
+) -> EnsemblePredictor: ...
+
+
 @defer_interrupts
-def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor:
-    """Give `model` the uncertainty of `posterior`.
+def wrap(model: Any, posterior: Any, head: str | None = None, **options: Any) -> Any:
+    """Give `model` the uncertainty of `posterior`, or several networks theirs as one predictor: a deep ensemble.
 
     * ``"linearized"`` takes the model to be linear in its weights, as a Laplace posterior does: no Monte Carlo error,
       one backward pass for every output used, and a closed form for a posterior of the last layer.
@@ -52,15 +66,19 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
       ``predictor = predictor.fit_scale(loader)`` for the scale of deep networks.
     * ``"sampling"`` runs the model once per drawn set of weights.
 
+    Of a list of models and a list of their posteriors it is a `posthoc_uq.heads.EnsemblePredictor`, whose predictions
+    are mixtures of the networks', each with the same weight. None in place of a posterior is a network by itself.
+
     Args:
-        model: the model the posterior was fitted on, or a copy with the same parameters on any device.
-        posterior: from `fit` or `load`.
+        model: the model the posterior was fitted on, or a copy with the same parameters on any device; or a list.
+        posterior: from `fit` or `load`; or a list with one or None for each model.
         head: how to predict. By default the head, with its options, that the posterior's hyperparameters were found
             for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or, if
             that does not take the options given, another one that does and that the posterior can serve. A head that
             the hyperparameters were not found for is warned of.
         **options: the arguments of the head's class: `LinearizedPredictor`, `MomentsPredictor` or `SamplingPredictor`.
-            An unknown one is an error that names those that the head takes.
+            An unknown one is an error that names those that the head takes. Of a list ``likelihood=``, which the
+            networks without a posterior have: by default that of the first posterior, or classification.
 
     Returns:
         A module whose call takes what the model takes and returns a `Prediction`, such as `ClassPrediction` or
@@ -69,14 +87,85 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     Raises:
         PosteriorMismatchError: the model's parameters or buffers are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
-            its value.
+            its value; networks of a list do not belong together.
     """
+    if isinstance(model, (list, tuple, nn.ModuleList)):
+        return _wrapped_list(list(cast(Iterable[nn.Module], model)), posterior, head, options)
     with steady(model, call="wrap"):
         return _wrapped(model, posterior, head, options)
 
 
 def _wrapped(model: nn.Module, posterior: Posterior, head: str | None, options: dict[str, Any]) -> Predictor:
     check_match(model, posterior)
+    kind, options = _chosen_head(posterior, head, options)
+    return kind(model, posterior, **options)
+
+
+def _wrapped_list(
+    models: list[nn.Module], posteriors: Any, head: str | None, options: dict[str, Any]
+) -> EnsemblePredictor:
+    """Several networks as one predictor."""
+    from posthoc_uq.heads.ensemble import EnsemblePredictor, PlainNetwork
+
+    given: Any = [None] * len(models) if posteriors is None else posteriors
+    if not isinstance(given, (list, tuple)) or not models or len(cast(list[Any], given)) != len(models):
+        raise PosthocUQError(
+            f"A list of {len(models)} models needs a list of as many posteriors, None for a network without one; give "
+            f"uq.wrap([first, second], [first_posterior, None])."
+        )
+    all_of = cast("list[Posterior | None]", list(cast(list[Any], given)))
+    known = [posterior for posterior in all_of if posterior is not None]
+    likelihood = options.pop("likelihood", None)
+    members, made_with = list[Predictor | PlainNetwork](), list[tuple[str, dict[str, Any]] | None]()
+    for model, posterior in zip(models, all_of, strict=True):
+        if posterior is not None:
+            check_match(model, posterior)
+    plain = _likelihood_of_plain(known, likelihood)
+    with steady(*models, call="wrap"):
+        for model, posterior in zip(models, all_of, strict=True):
+            if posterior is None:
+                choice = choice_of(known[0].history.output) if known else None
+                members.append(PlainNetwork(model, plain, choice))
+                made_with.append(None)
+            else:
+                kind, chosen = _chosen_head(posterior, head, options)
+                members.append(kind(model, posterior, **chosen))
+                made_with.append((kind.head, chosen))
+    return EnsemblePredictor(members, made_with)
+
+
+def _likelihood_of_plain(known: Sequence[Posterior], given: str | Likelihood | None) -> Likelihood:
+    """The likelihood of networks without a posterior.
+
+    Raises:
+        PosthocUQError: the posteriors have different ones.
+    """
+    for other in known[1:]:
+        first, second = (_told(likelihood) for likelihood in (known[0].observation, other.observation))
+        if first != second:
+            raise PosthocUQError(
+                f"The networks of an ensemble must have the same likelihood, and the posteriors have {first} and "
+                f"{second}; fit them with the same likelihood=."
+            )
+    if given is None and known:
+        return known[0].observation
+    likelihood = resolve_likelihood("classification" if given is None else given)
+    if known and _told(likelihood) != _told(known[0].observation):
+        raise PosthocUQError(
+            f"likelihood= is {_told(likelihood)}, and the posteriors have {_told(known[0].observation)}; leave it out."
+        )
+    return likelihood
+
+
+def _told(likelihood: Likelihood) -> dict[str, Any]:
+    """What the networks' likelihoods must have in common: all but the noise variance of a regression."""
+    return {name: v for name, v in likelihood_to_attributes(likelihood).items() if name != "noise_variance"}
+
+
+def _chosen_head(
+    posterior: Posterior, head: str | None, options: dict[str, Any]
+) -> tuple[type[Predictor], dict[str, Any]]:
+    """The class of the head that is asked for, or of the posterior's own, and its options."""
     asked = head
     if head is None:
         head, options = _fitting_head(posterior, options)
@@ -87,7 +176,7 @@ def _wrapped(model: nn.Module, posterior: Posterior, head: str | None, options: 
         others = (name for other in possible for name in options_of(HEADS[other]))
         check_names(f"head={head!r}", options, options_of(kind), others)
     _warn_of_another_head(posterior, head)
-    return kind(model, posterior, **options)
+    return kind, options
 
 
 def head_class(head: str) -> type[Predictor]:

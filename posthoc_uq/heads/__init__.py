@@ -14,6 +14,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.settings import HEADS
 
 if TYPE_CHECKING:
+    from posthoc_uq.heads.ensemble import EnsemblePredictor
     from posthoc_uq.heads.linearized import LinearizedPredictor
     from posthoc_uq.heads.moments import MomentsPredictor
     from posthoc_uq.heads.referral import Referral
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEADS",
+    "EnsemblePredictor",
     "LinearizedPredictor",
     "MomentsPredictor",
     "Predictor",
@@ -37,6 +39,7 @@ OFFERED = {
     "moments": "MomentsPredictor",
     "linearized": "LinearizedPredictor",
     "referral": "Referral",
+    "ensemble": "EnsemblePredictor",
     "predictor": "scaled_logits",
     "features": "FeatureCache",
 }

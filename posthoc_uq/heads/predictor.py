@@ -64,6 +64,7 @@ from posthoc_uq.posteriors.settings import SettingsRecord
 
 if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features
+    from posthoc_uq.likelihoods.likelihood import Likelihood
 
 
 def scaled_logits(
@@ -338,6 +339,7 @@ class Predictor(nn.Module, ABC):
         *("explaining", "extra_repr", "fast_predictions", "features", "forward", "hyperparameters"),
         *("identity", "in_program", "load_state_dict", "needs", "network", "network_of_novelty", "noises"),
         *(
+            "observation",
             "output_choice",
             "prediction_for",
             "prediction_of",
@@ -412,6 +414,11 @@ class Predictor(nn.Module, ABC):
     def posterior(self) -> Posterior:
         """The posterior whose uncertainty this is."""
         return self._posterior
+
+    @property
+    def observation(self) -> Likelihood:
+        """The likelihood of the targets, with the posterior's noise."""
+        return self._posterior.observation
 
     @property
     def promises(self) -> ConformalScores | str | None:

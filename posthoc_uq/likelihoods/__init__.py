@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RegressionPrediction,
     )
     from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
+    from posthoc_uq.likelihoods.mixture import GaussianMixturePrediction
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
     from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
     from posthoc_uq.likelihoods.prediction import Prediction
@@ -38,6 +39,7 @@ __all__ = [
     "Fisher",
     "Gamma",
     "Gaussian",
+    "GaussianMixturePrediction",
     "Heteroscedastic",
     "HeteroscedasticPrediction",
     "Likelihood",
@@ -67,6 +69,7 @@ OFFERED = {
     "likelihood": "DrawnPrediction Fisher Likelihood",
     "ordinal": "Ordinal OrdinalPrediction",
     "survival": "Survival SurvivalPrediction",
+    "mixture": "GaussianMixturePrediction",
     "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",
     # predictions, and what an exported program gives of them
     "positions": "PositionPrediction sequence_scores",

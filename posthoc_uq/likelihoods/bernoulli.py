@@ -241,8 +241,9 @@ class MultilabelPrediction(LogitsPrediction):
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         found = super()._computed_later(name)
-        if "probs_variance" in found:  # that of a label's probability, not of both its classes
-            found |= {"probs_variance": found["probs_variance"][..., 1]}
+        variance = found.get("probs_variance")
+        if variance is not None and variance.ndim > self.probs.ndim:  # of both classes of each label
+            found |= {"probs_variance": variance[..., 1]}
         return found
 
     @property

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import log, log1p, pi
+from math import lcm, log, log1p, pi
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +34,8 @@ from posthoc_uq.likelihoods.draws import (
     OutputGaussian,
     gathered,
     independent,
+    mean_of,
+    moments_of_mixture,
     of_covariance,
 )
 from posthoc_uq.likelihoods.labels import (
@@ -91,6 +93,71 @@ def no_interval_error() -> PosthocUQError:
     )
 
 
+class MixedLogits(NamedTuple):
+    """What a mixture of predictions of classes or labels computes of its parts when it is read, in place of
+    `GaussianLogits`. A part that knows no expected entropy, as with ``link="probit"``,
+    counts as certain of its weights.
+
+    Attributes:
+        parts: predictions of the same inputs.
+    """
+
+    parts: tuple[Any, ...]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What batches that are joined have in common."""
+        return tuple(None if part.logits is None else part.logits.kind for part in self.parts)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> MixedLogits:
+        """The same with every tensor changed."""
+        return MixedLogits(tuple(_mapped(part, change) for part in self.parts))
+
+    @staticmethod
+    def cat(mixtures: Sequence[MixedLogits]) -> MixedLogits:
+        """Several batches of one `kind`."""
+        by_part = zip(*(mixture.parts for mixture in mixtures), strict=True)
+        return MixedLogits(tuple(type(parts[0]).cat(parts) for parts in by_part))
+
+    def entropy(self) -> Tensor:
+        """The mean of the expected entropies, ``(batch,)``, or of labels ``(batch, labels)``."""
+        own = [part.sample_entropy for part in self.parts]
+        return mean_of(
+            [
+                entropy_of(part.log_probs) if known is None else known
+                for part, known in zip(self.parts, own, strict=True)
+            ]
+        )
+
+    def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
+        """`entropy`, and the variances of the probabilities, in their shape."""
+        probs = [part.probs for part in self.parts]
+        within = [
+            torch.zeros_like(part.probs) if part.probs_variance is None else part.probs_variance
+            for part in self.parts
+        ]
+        return self.entropy(), moments_of_mixture(probs, within)[1]
+
+    def votes(self) -> Tensor:
+        """How many draws put each class first, ``(batch, classes)``, as if all parts had equally many."""
+        votes = list[Tensor]()
+        for part in self.parts:
+            found = part.votes
+            votes.append(votes_of(part.predicted().unsqueeze(0), part.classes) if found is None else found)
+        counts = [int(each[0].sum()) if len(each) else 1 for each in votes]
+        common = lcm(*counts)
+        total = torch.stack([each.long() * (common // n) for each, n in zip(votes, counts, strict=True)]).sum(
+            0
+        )
+        return smallest(total, common * len(votes))
+
+
+def _mapped(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    known, logits = vars(part), part.logits
+    values = {name: change(known[name]) for name in part._dims if known[name] is not None}
+    return part.changed(**values, logits=None if logits is None else logits.mapped(change))
+
+
 AnyLogits = TypeVar("AnyLogits", bound="LogitsPrediction")
 
 
@@ -116,11 +183,26 @@ class LogitsPrediction(Prediction):
     sample_entropy: Annotated[Tensor | None, "batch"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     log_probs: Annotated[Tensor, "batch classes"] = None  # type: ignore[assignment]  # log(probs)
     probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
-    logits: GaussianLogits | None = field(default=None, kw_only=True)
+    logits: GaussianLogits | MixedLogits | None = field(default=None, kw_only=True)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Of predictions of values: bounds of them with a promised probability."""
         raise no_interval_error()
+
+    @classmethod
+    def mixed(cls, predictions: Sequence[Any]) -> Any:
+        """See `Prediction`: the mean of the probabilities. The expected entropy is the mean over networks and their
+        weights, so that `mutual_information` has what the networks disagree about, too.
+        """
+        means, variances = [p.logits_mean for p in predictions], [p.logits_variance for p in predictions]
+        mean, variance = moments_of_mixture(means, variances)
+        return cls(
+            mean_of([p.probs for p in predictions]),
+            mean,
+            variance,
+            log_probs=torch.stack([p.log_probs for p in predictions]).logsumexp(0) - log(len(predictions)),
+            logits=MixedLogits(tuple(predictions)),
+        )
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         if self.logits is None or name not in self._over_draws:

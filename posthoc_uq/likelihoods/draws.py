@@ -570,3 +570,24 @@ def moments_of(blocks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         moments.add(block)
     mean, variance = moments.result()
     return mean.to(dtype), variance.to(dtype)
+
+
+def moments_of_mixture(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a mixture by the law of total variance: the mean of the variances, and the variance of the
+    means. A mean of minus infinity, of a masked class, is certain.
+
+    Args:
+        means: of each part, of one shape.
+        variances: of each part.
+    """
+    each = torch.stack([as_double(mean) for mean in means])
+    mean = each.mean(0)
+    between = (each - mean).square().mean(0)
+    variance = torch.stack([as_double(variance) for variance in variances]).mean(0) + between
+    masked = torch.isneginf(mean)
+    return mean.to(means[0]), variance.masked_fill(masked, 0.0).to(means[0])
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean of tensors of one shape."""
+    return torch.stack(list(tensors)).mean(0)

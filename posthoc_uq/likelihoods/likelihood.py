@@ -22,7 +22,7 @@ from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, mean_of, moments_of, moments_of_mixture
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
     LEVELS,
@@ -910,6 +910,23 @@ class DrawnPrediction(Prediction):
         fits = self.mean is None or self._like_mean(targets) is not None
         found = self if fits else replace(self, mean=None)
         return super(DrawnPrediction, found).retained_quality(scores, targets, rates)
+
+    @classmethod
+    def mixed(cls, predictions: Sequence[Any]) -> Any:
+        """See `Prediction`: the draws of all networks, of which those with fewer have each of theirs several times."""
+        common = math.lcm(*(p.outputs.shape[1] for p in predictions))
+        draws = [p.outputs.repeat_interleave(common // p.outputs.shape[1], 1) for p in predictions]
+        functional = moments_of_mixture(
+            [p.functional_mean for p in predictions], [p.functional_variance for p in predictions]
+        )
+        mean = epistemic = noise = None
+        if predictions[0].mean is not None:
+            mean, epistemic = moments_of_mixture(
+                [p.mean for p in predictions], [p.epistemic_variance for p in predictions]
+            )
+        if predictions[0].noise_variance is not None:
+            noise = mean_of([p.noise_variance for p in predictions])
+        return cls(torch.cat(draws, 1), predictions[0].likelihood, *functional, mean, epistemic, noise)
 
     def tensors(self) -> ValueTensors:
         """See `Prediction`.

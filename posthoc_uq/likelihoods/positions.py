@@ -457,6 +457,12 @@ class PositionPrediction(Prediction):
         places = torch.arange(len(self.rows), device=self.rows.probs.device).reshape(len(self), -1)
         return replace(super().picked(chosen), rows=self.rows.picked(places[chosen].flatten()))
 
+    @classmethod
+    def mixed(cls, predictions: Sequence[Any]) -> Any:
+        """See `Prediction`: of every position."""
+        rows = ClassPrediction.mixed([prediction.rows for prediction in predictions])
+        return predictions[0].changed(rows=rows)
+
     @staticmethod
     def cat(predictions: Sequence[PositionPrediction]) -> PositionPrediction:
         """Predictions of several batches as one, in order.

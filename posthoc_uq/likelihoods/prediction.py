@@ -140,7 +140,7 @@ class Prediction(ABC):
             "fitting",
             "known_promises",
         ),
-        *("losses", "loss_name", "mistakes", "naming", "novelty_ratio", "numbers", "of_one_network"),
+        *("losses", "loss_name", "mistakes", "mixed", "naming", "novelty_ratio", "numbers", "of_one_network"),
         *("retained_quality", "sample_keys", "shown_loss", "target_scores", "tensors", "unshifted"),
         *("value_columns", "with_novelty"),
     )
@@ -530,6 +530,18 @@ class Prediction(ABC):
     def mistakes(self, targets: Tensor) -> Tensor | None:
         """(batch,), bool: which predicted classes are wrong; None where not each input has one class."""
         return None
+
+    @classmethod
+    def mixed(cls, predictions: Sequence[Any]) -> Any:
+        """The mixture of predictions of the same inputs by several networks, each with the same weight, of which the
+        first is of this class; without novelty and promises.
+
+        Raises:
+            PosthocUQError: such predictions have no mixture.
+        """
+        raise PosthocUQError(
+            f"A {cls.__name__} has no mixture with those of other networks; wrap each network by itself."
+        )
 
     def unshifted(self: AnyPrediction) -> AnyPrediction:
         """The same for single positions: labels are then those that belong to each, whatever `next_token` says."""

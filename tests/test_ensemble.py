@@ -1,0 +1,315 @@
+"""Several networks as one predictor, against mixtures by their definition in NumPy and SciPy, float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.optimize
+import scipy.stats
+import torch
+from networks import HEADS, LIKELIHOODS, batches, inputs_of, outputs_for, targets_of
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.likelihoods import GaussianMixturePrediction, Likelihood, resolve_likelihood
+
+X = inputs_of(4, samples=24, dtype=torch.float64)
+NEW = inputs_of(4, samples=7, seed=5, dtype=torch.float64)
+
+
+def network(seed: int, outputs: int = 3, width: int = 5) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+
+
+@functools.cache
+def fitted(
+    likelihood: str = "classification", method: str = "diag", **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """Three networks of two widths, and their posteriors."""
+    outputs = outputs_for(resolve_likelihood(likelihood))
+    models = [network(seed, outputs, 5 + seed) for seed in range(3)]
+    y = targets_of(models[0], X, likelihood)
+    if likelihood == "regression":
+        options = {"noise_variance": 0.3} | options
+    posteriors = [
+        uq.fit(
+            model,
+            batches(X, y),
+            method,
+            likelihood=likelihood,
+            prior_precision=2.0,
+            progress=False,
+            **options,
+        )
+        for model in models
+    ]
+    return models, posteriors
+
+
+def entropy(probs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return -(probs * np.log(probs)).sum(-1)
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=tolerance, atol=tolerance)
+
+
+# Classes
+
+
+def test_plain_networks_are_averaged() -> None:
+    models, _ = fitted()
+    found = uq.wrap(models, [None, None, None])(NEW)
+    logits = np.stack([model(NEW).detach().numpy() for model in models])
+    each = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    close(found.probs, each.mean(0))
+    close(found.log_probs, np.log(each.mean(0)))
+    close(found.mutual_information(), entropy(each.mean(0)) - entropy(each).mean(0))
+    close(found.logits_mean, logits.mean(0))
+    close(found.logits_variance, logits.var(0))
+    close(found.probs_variance, each.var(0))
+    winners = each.argmax(-1)
+    close(found.votes, [[(winners[:, row] == own).sum() for own in range(3)] for row in range(len(NEW))])
+    with pytest.raises(uq.PosthocUQError, match="no novelty"):
+        found.novelty()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_networks_with_and_without_posterior(head: str) -> None:
+    models, posteriors = fitted()
+    given = [posteriors[0], posteriors[1], None]
+    options: dict[str, Any] = {"seed": 0, "n_samples": 12} if head == "sampling" else {}
+    predictor = uq.wrap(models, given, head, **options)
+    found: Any = predictor(NEW)
+    parts: list[Any] = [
+        uq.wrap(m, p, head, **options)(NEW) for m, p in zip(models[:2], posteriors, strict=False)
+    ]
+    plain = uq.ClassPrediction.from_logits(models[2](NEW).detach().unsqueeze(0))
+    probs = np.stack([p.probs.numpy() for p in (*parts, plain)])
+    close(found.probs, probs.mean(0))
+    within = np.stack([p.expected_entropy().numpy() for p in (*parts, plain)]).mean(0)
+    close(found.mutual_information(), np.clip(entropy(probs.mean(0)) - within, 0, None))
+    variances = np.stack([np.asarray(p.probs_variance) for p in (*parts, plain)])
+    close(found.probs_variance, variances.mean(0) + probs.var(0))
+    close(found.novelty(), (parts[0].novelty() + parts[1].novelty()) / 2)
+    close(predictor.novelty(NEW), found.novelty())
+    assert int(found.votes[0].sum()) == 3 * int(parts[0].votes[0].sum())
+
+
+def test_by_monte_carlo() -> None:
+    """Probabilities and mutual information of the mixture over networks and weights, within five standard errors."""
+    models, posteriors = fitted()
+    predictor = uq.wrap(models, posteriors, "linearized")
+    found, draws = predictor(NEW), 40_000
+    generator = torch.Generator().manual_seed(0)
+    probs = list[Tensor]()
+    for model, posterior in zip(models, posteriors, strict=True):
+        gaussian: Any = uq.wrap(model, posterior, "linearized").distribution(NEW)
+        root = torch.linalg.cholesky(gaussian.covariance)
+        normals = torch.randn(draws, *gaussian.mean.shape, generator=generator, dtype=torch.float64)
+        probs.append((gaussian.mean + torch.einsum("ncd,snd->snc", root, normals)).softmax(-1))
+    each = torch.cat(probs)
+    error = each.std(0) / len(each) ** 0.5
+    assert bool(((found.probs - each.mean(0)).abs() < 5 * error + 2e-5).all())
+    own = -(each * each.log()).sum(-1)
+    information = -(each.mean(0) * each.mean(0).log()).sum(-1) - own.mean(0)
+    assert bool(((found.mutual_information() - information).abs() < 5 * own.std(0) / len(each) ** 0.5).all())
+
+
+def test_a_head_without_expected_entropy_counts_as_certain() -> None:
+    models, posteriors = fitted()
+    found = uq.wrap(models, posteriors, "linearized", link="probit")(NEW)
+    parts = [
+        uq.wrap(m, p, "linearized", link="probit")(NEW).probs.numpy()
+        for m, p in zip(models, posteriors, strict=True)
+    ]
+    each = np.stack(parts)
+    close(found.mutual_information(), entropy(each.mean(0)) - entropy(each).mean(0))
+
+
+# Values
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_values_are_a_mixture_of_gaussians(row: int) -> None:
+    models, posteriors = fitted("regression")
+    predictor = uq.wrap(models, posteriors)
+    found: Any = predictor(NEW[row : row + 1])
+    each: list[Any] = [uq.wrap(m, p)(NEW) for m, p in zip(models, posteriors, strict=True)]
+    means, variances = (np.array([getattr(p, n)[row, 0] for p in each]) for n in ("mean", "variance"))
+
+    def cdf(x: float) -> float:
+        return float(scipy.stats.norm.cdf(x, means, np.sqrt(variances)).mean())
+
+    def integral(function: Any, *points: float) -> float:
+        low, high = means.min() - 12, means.max() + 12
+        return scipy.integrate.quad(function, low, high, epsabs=1e-12, points=[*points])[0]
+
+    first, second = (
+        integral(lambda x, k=k: x**k * scipy.stats.norm.pdf(x, means, np.sqrt(variances)).mean())
+        for k in (1, 2)
+    )
+    close(found.mean[0, 0], first)
+    close(found.variance[0, 0], second - first**2, 1e-8)
+    for q in (1e-9, 0.05, 0.3, 0.5, 0.9, 1 - 1e-6):
+        expected = scipy.optimize.brentq(lambda x, q=q: cdf(x) - q, -40, 40, xtol=1e-13)
+        close(found.quantile(q)[0, 0], expected, 1e-8)
+    close([cdf(float(bound[0, 0])) for bound in found.interval(0.9)], [0.05, 0.95])
+    close(found.cdf(0.4)[0, 0], cdf(0.4))
+    one = GaussianMixturePrediction.of(
+        [p.picked(slice(row, row + 1)).changed(**first_output(p, row)) for p in each]
+    )
+    crps = integral(lambda x: (cdf(x) - (x >= 0.7)) ** 2, 0.7)
+    close(one.quality(torch.full((1, 1), 0.7))["CRPS"], crps, 1e-7)
+
+
+def first_output(prediction: Any, row: int) -> dict[str, Tensor]:
+    names = ("mean", "epistemic_variance", "noise_variance")
+    return {name: getattr(prediction, name)[row : row + 1, :1] for name in names}
+
+
+def test_several_outputs_share_the_network() -> None:
+    """The joint density is the mean of the networks' products, and draws follow it."""
+    models, posteriors = fitted("regression")
+    found: Any = uq.wrap(models, posteriors)(NEW)
+    means, deviations = (part.numpy() for part in (found.means, found.deviations))
+    targets = targets_of(models[1], NEW, "regression")
+    logs = scipy.stats.norm.logpdf(targets.numpy()[:, None], means, deviations).sum(2)
+    close(found.log_prob(targets), scipy.special.logsumexp(logs, axis=1) - math.log(3))
+    drawn = found.sample(20_000, torch.Generator().manual_seed(0))
+    error = drawn.std(0) / 20_000**0.5
+    assert bool(((drawn.mean(0) - found.mean).abs() < 5 * error).all())
+    centred = drawn - drawn.mean(0)
+    between = means - means.mean(1, keepdims=True)
+    covariance = (between[:, :, 0] * between[:, :, 1]).mean(1)
+    product = centred[..., 0] * centred[..., 1]
+    assert bool(
+        ((product.mean(0) - torch.from_numpy(covariance)).abs() < 5 * product.std(0) / 20_000**0.5).all()
+    )
+
+
+def test_plain_networks_of_values_have_no_width_of_their_own() -> None:
+    models, _ = fitted("regression")
+    found: Any = uq.wrap(models, None, likelihood=uq.Gaussian(0.3))(NEW)
+    outputs = np.stack([model(NEW).detach().numpy() for model in models])
+    close(found.mean, outputs.mean(0))
+    close(found.epistemic_variance, outputs.var(0))
+    close(found.noise_variance, np.full_like(outputs[0], 0.3))
+
+
+# Every likelihood
+
+
+@pytest.mark.filterwarnings("ignore:likelihood=")
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_every_likelihood(likelihood: str) -> None:
+    """Density and variance of the mixture are those by the definition; joined batches and picked inputs keep them."""
+    models, posteriors = fitted(likelihood)
+    predictor = uq.wrap(models, [posteriors[0], posteriors[1], None])
+    found = predictor(NEW)
+    plain: Likelihood = posteriors[0].observation
+    parts: list[Any] = [p(NEW) for p in predictor.predictors if isinstance(p, uq.Predictor)]
+    parts.append(plain.from_draws(models[2](NEW).detach().unsqueeze(0)))
+    targets = targets_of(models[0], NEW, likelihood)
+    if likelihood == "multilabel":  # labels count as independent, of each network and of the mixture
+        probs = torch.stack([part.probs for part in parts]).mean(0)
+        expected = torch.where(targets == 1, probs, 1 - probs).log().sum(1)
+    else:
+        expected = torch.stack([part.log_prob(targets) for part in parts]).logsumexp(0) - math.log(3)
+    close(found.log_prob(targets), expected)
+    close(found.outputs_mean, sum(part.outputs_mean for part in parts) / 3)
+    known = getattr(parts[0], "epistemic_variance", None)
+    if known is not None:
+        means = np.stack([part.mean.numpy() for part in parts])
+        within = np.stack([part.epistemic_variance.numpy() for part in parts])
+        close(found.epistemic_variance, within.mean(0) + means.var(0))
+    apart = type(found).cat([predictor(NEW[:3]), predictor(NEW[3:])])
+    scores = found.scores()
+    assert scores.keys() == apart.scores().keys() and "novelty" in scores
+    for name, score in scores.items():
+        close(apart.scores()[name], score)
+        close(found.picked(slice(2, 5)).scores()[name], score[2:5])
+        close(copy.deepcopy(found).scores()[name], score)
+    assert found.quality(found.fitting(targets))
+    assert len(predictor.predict(batches(NEW, targets, 3), progress=False)) == 7
+
+
+def test_positions() -> None:
+    models = [
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double() for _ in "ab"
+    ]
+    x = inputs_of(2, 4, 4, samples=6, dtype=torch.float64)
+    y = torch.randint(3, (6, 4, 4), generator=torch.Generator().manual_seed(0))
+    posteriors = [
+        uq.fit(m, [(x, y)], "diag", layers="last", prior_precision=1.0, progress=False) for m in models
+    ]
+    found: Any = uq.wrap(models, posteriors)(x)
+    parts: list[Any] = [uq.wrap(m, p)(x) for m, p in zip(models, posteriors, strict=True)]
+    close(found.probs, (parts[0].probs + parts[1].probs) / 2)
+    close(found.novelty(), (parts[0].novelty() + parts[1].novelty()) / 2)
+    assert found.mutual_information().shape == (6, 4, 4)
+
+
+def test_evaluated_beside_a_network() -> None:
+    models, posteriors = fitted()
+    y = targets_of(models[0], NEW, "classification")
+    ensemble = uq.wrap(models, posteriors)
+    found = uq.evaluate({"ensemble": ensemble, "plain": models[0]}, batches(NEW, y, 4), progress=False)
+    close(found.metrics["ensemble"]["NLL"], -float(ensemble(NEW).log_prob(y).mean()))
+    assert "mutual_information" in found.selective["ensemble"]
+
+
+def test_it_is_a_module_and_a_value() -> None:
+    models, _ = fitted()
+    models = [copy.deepcopy(model) for model in models]
+    predictor = uq.wrap(models, [None, None, None])
+    before = predictor(NEW).probs
+    assert list(predictor.parameters()) == [] and not predictor.train().training
+    assert len(predictor) == 3 and "3 networks" in repr(predictor)
+    narrow = copy.deepcopy(predictor).to(torch.float32)
+    assert narrow(NEW.float()).probs.dtype == torch.float32
+    assert models[0][0].weight.dtype == torch.float64
+    close(predictor(NEW).probs, before)
+    with torch.no_grad():
+        models[1][0].weight.mul_(2)
+    with pytest.raises(uq.PosteriorMismatchError, match="changed"):
+        predictor(NEW)
+
+
+def other(outputs: int) -> Sequence[nn.Module]:
+    return [network(0), network(1, outputs)]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: uq.wrap(fitted()[0], fitted()[1][:2]), "list of 3 models needs a list of as many"),
+        (lambda: uq.wrap([], []), "list of 0 models"),
+        (lambda: uq.wrap(fitted()[0], fitted()[1][0]), "list of 3 models needs a list"),
+        (lambda: uq.wrap(fitted()[0][:2], [fitted()[1][1], None]), "does not belong to this model"),
+        (
+            lambda: uq.wrap(fitted()[0][:2], [fitted()[1][0], fitted("regression")[1][1]]),
+            "belong to this model|same likelihood|not those the posterior",
+        ),
+        (lambda: uq.wrap(other(4), None)(NEW), r"the outputs \[\(3,\), \(4,\)\] for an input"),
+        (
+            lambda: uq.wrap(fitted()[0], fitted()[1], likelihood="regression"),
+            "leave it out",
+        ),
+        (lambda: uq.wrap(fitted()[0], fitted()[1], n_draw=3), "n_draws"),
+        (lambda: uq.wrap(fitted()[0], None).novelty(NEW), "no network of this ensemble has one"),
+        (lambda: uq.wrap(fitted()[0], None).state_dict(), "no state dict"),
+    ],
+)
+def test_refusals(call: Any, words: str) -> None:
+    with pytest.raises(uq.PosthocUQError, match=words):
+        call()
