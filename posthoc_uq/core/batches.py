@@ -319,6 +319,7 @@ class BatchReader(Options):
         needed: of them, those without a default.
         output: the name of the part of what the model returns that its outputs are, by which targets are found, too.
         decoder_inputs: from labels to the inputs of the model's decoder; None where it has none.
+        skips_missing: whether samples whose targets are all NaN are left out.
     """
 
     device: torch.device
@@ -330,6 +331,7 @@ class BatchReader(Options):
     needed: tuple[str, ...] = ()
     output: str | None = None
     decoder_inputs: BatchFunction | None = None
+    skips_missing: bool = False
 
     @classmethod
     def of(
@@ -341,6 +343,7 @@ class BatchReader(Options):
         *,
         device: torch.device | None = None,
         output: Output | None = None,
+        skips_missing: bool = False,
     ) -> BatchReader:
         """A reader for a model: with its device, unless another is given, its number type, its arguments, and the
         choice of its outputs, unless another is given.
@@ -364,6 +367,7 @@ class BatchReader(Options):
             tuple(needed),
             part if isinstance(part, str) else None,
             decoder_inputs,
+            skips_missing,
         )
 
     def read_all(self, batch: Any) -> list[Batch]:
@@ -732,6 +736,8 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     read = _read_ahead(items, reader) if ahead else (one for raw in items for one in reader.read_all(raw))
     count, readings = 0, loader if isinstance(loader, Readings) else None
     for batch in read:
+        if reader.skips_missing:
+            batch = with_targets(batch)
         if batch.rows != 0:
             count += 1
             if readings is not None:
@@ -744,6 +750,15 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         readings.compare(reading)
     if count == 0:
         raise no_sample_error()
+
+
+def with_targets(batch: Batch) -> Batch:
+    """The samples of a batch with a target that is no NaN."""
+    targets = batch.targets
+    if targets is None or not targets.is_floating_point() or not targets.numel():
+        return batch
+    some = ~targets.isnan().reshape(len(targets), -1).all(1).cpu()
+    return batch if bool(some.all()) else batch.select(some, len(some))
 
 
 _MAX_HASHES = 65536  # of inputs, by which two readings are compared
@@ -813,7 +828,9 @@ class Readings(Iterable[Any]):
         """
         iterator = interrupts.interruptible(iter, self.loader)
         for item in items_of(iterator):
-            batch = next((batch for batch in reader.read_all(item) if batch.rows != 0), None)
+            read = reader.read_all(item)
+            read = [with_targets(batch) for batch in read] if reader.skips_missing else read
+            batch = next((batch for batch in read if batch.rows != 0), None)
             if batch is not None:
                 reader.warn_of_labels(item, batch)
                 if not self._begins_anew:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import isfinite, isnan, nan
 from typing import Annotated, Any, Protocol
@@ -23,6 +23,7 @@ from posthoc_uq.core.batches import (
     count_samples,
     explained,
     holds_samples,
+    with_targets,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, on_host
 from posthoc_uq.core.distributed import check_items, gather, own_samples
@@ -178,6 +179,7 @@ class SweepTotals:
         log_likelihood: weighted sum of ``log p(y | x)`` at the trained weights, in nats; None where labels were
             missing.
         outputs: outputs of one sample.
+        targets: weighted numbers of the targets that are there, of each noise variance; None where none is missing.
         keys: hashes of the first inputs.
         digest: hash of all batches in their order; 0 where a sweep is compared with no other.
         content: hash of all samples with their targets, whatever their order; likewise.
@@ -189,6 +191,7 @@ class SweepTotals:
     weight: NotNegative = 0.0
     log_likelihood: float | None = 0.0
     outputs: Natural = 0
+    targets: list[NotNegative] | None = None
     keys: set[int] = field(default_factory=set[int])
     digest: Word = 0
     content: Word = 0
@@ -238,6 +241,11 @@ class SweepTotals:
         """
         self.digest = mixed_seed(self.digest, int(content) % WORD, samples, int(shared) % WORD)
         self.content = (self.content + int(content)) % WORD
+
+    def add_targets(self, counts: Tensor) -> None:
+        """Add numbers of targets, ``(noise variances,)``."""
+        before = self.targets or [0.0] * len(counts)
+        self.targets = [own + more for own, more in zip(before, counts.tolist(), strict=True)]
 
     def add_log_likelihood(self, log_probs: Tensor) -> None:
         """Add the log-probabilities of some samples."""
@@ -481,6 +489,12 @@ class Sweep:
             checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
         else:
             checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
+        if targets is not None and likelihood.missing == "ignore":
+            counts = likelihood.target_counts(outputs, targets)
+            if counts is not None:
+                checks.add(
+                    weighted(counts, None if weights is None else weights.samples).sum(0), summary.add_targets
+                )
 
 
 def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
@@ -535,7 +549,8 @@ def _show(
 def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
     """Batches and their numbers of samples, without the padding that a `DistributedSampler` adds at the end."""
     own_count, so_far = own_samples(loader), 0
-    for batch in batches(loader, reader):
+    skips = reader.skips_missing and own_count is not None  # padding is known by the number of all rows
+    for batch in batches(loader, replace(reader, skips_missing=False) if skips else reader):
         samples = count_samples(batch)
         if own_count is not None:
             check_items(loader, samples)
@@ -543,6 +558,10 @@ def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Ba
                 batch, samples = batch.narrow(0, own_count - so_far, samples), own_count - so_far
         if samples:
             so_far += samples
+            if skips:
+                batch = with_targets(batch)
+                if not (samples := batch.rows or 0):
+                    continue
             yield batch, samples
 
 
@@ -613,32 +632,36 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
 
 
 def squared_residuals(
-    capture: Capture, loader: Iterable[Any], reader: BatchReader, progress: bool
-) -> tuple[Tensor, float] | None:
+    likelihood: Gaussian, capture: Capture, loader: Iterable[Any], reader: BatchReader, progress: bool
+) -> tuple[Tensor, Tensor] | None:
     """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
-    weights (the number of samples where they have none), by a forward pass over the data; None without targets.
+    weights of its targets (their number where there are none), by a forward pass over the data; None without targets.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs.
     """
     total: Tensor | None = None
-    count = 0.0
-    unit = Gaussian(1.0)
     with torch.no_grad(), Bar(loader, "noise", progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, reader)):
             if batch.targets is None:
                 return None
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.copied().call(capture.twin)
-            fault = unit.validation_error(outputs, batch.targets)
+            fault = likelihood.validation_error(outputs, batch.targets)
             with in_batch(str(index)):
-                weights = weights_of(unit, outputs, batch)
-            squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
-            squares = weighted(squares, None if weights is None else weights.samples).sum(0)
-            sums, *faults = on_host(squares, *([] if fault is None else [fault]))
+                weights = weights_of(likelihood, outputs, batch)
+            squares = (
+                as_double(likelihood.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
+            )
+            known = likelihood.target_counts(outputs, batch.targets)
+            known = torch.ones_like(squares) if known is None else known
+            both = torch.stack([squares, known], 1)
+            sums, *faults = on_host(
+                weighted(both, None if weights is None else weights.samples).sum(0),
+                *([] if fault is None else [fault]),
+            )
             if any(faults):
-                unit.check(outputs, batch.targets)
+                likelihood.check(outputs, batch.targets)
             total = sums if total is None else total + sums
-            count += samples if weights is None else weights.total
             bar.advance(samples)
-    return None if total is None else (total, count)
+    return None if total is None else (total[0], total[1])

@@ -157,6 +157,7 @@ class EvidenceRecord(Record):
     targets: Natural
     noise_power: Annotated[int, Field(ge=0, le=2)]
     weight: Annotated[float, Field(gt=0, le=1e300)] | None = None
+    present: Annotated[float, Field(ge=0, le=1e300)] | None = None
 
 
 class OwnLikelihoodRecord(Record):
@@ -371,6 +372,11 @@ class Description(Record):
         last layer if its outputs are the model's.
         """
         evidence, outputs, classes = self.evidence, self._outputs_of_last(), None
+        weight = evidence.samples if evidence.weight is None else evidence.weight
+        if (evidence.present or 0.0) > evidence.targets * weight / evidence.samples * (1 + 1e-9):
+            raise ValueError(
+                f"has {evidence.present:g} targets that are there, of {evidence.targets} at most"
+            )
         if "class" in self.likelihood:
             return self  # a user's likelihood, of which the file has too little
         likelihood = likelihood_from_attributes(self.likelihood)

@@ -207,7 +207,13 @@ def calibrate(
     new = calibrated(
         posterior,
         Readings(loader),
-        BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights),
+        BatchReader.of(
+            model_of(posterior),
+            batch_to_inputs,
+            batch_to_targets,
+            batch_to_weights,
+            skips_missing=posterior.likelihood.missing == "ignore",
+        ),
         share=share,
         scaling=scaling,
         class_rates=rates,

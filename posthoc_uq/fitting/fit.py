@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ from posthoc_uq.fitting.prior import (
 )
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, prepare
-from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Dense, Method, method_of
 from posthoc_uq.methods.checkpoint import (
     Checkpoint,
@@ -329,7 +329,7 @@ def _plan(
     if layers is not None:
         check_selection(layers)
     resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
-    finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
+    finds_noise = isinstance(resolved, Gaussian) and resolved.finds_noise
     free = method is None and not options and layers is None
     chosen, weight_mean = _method_with_options(
         _USUAL if method is None else method, options, layers, prior_mean
@@ -349,7 +349,9 @@ def _plan(
                 "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
             )
     output = checked_output(output)
-    reader = BatchReader.of(network, *batch_functions, output=output)
+    reader = BatchReader.of(
+        network, *batch_functions, output=output, skips_missing=resolved.missing == "ignore"
+    )
     if reader.batch_to_weights is not None:
         chosen.check_weights()
     check_differentiable(network)
@@ -639,15 +641,24 @@ def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
     plan, residuals = task.plan, None
     with on_all_ranks("the sweep for the noise variance"), isolated_random_state(plan.seed):
         if task.batch.targets is not None:  # else known without a reading, which a stream would not give back
-            residuals = squared_residuals(task.prepared.capture, task.loader, plan.reader, plan.progress)
+            likelihood = cast(Gaussian, task.likelihood)
+            residuals = squared_residuals(
+                likelihood, task.prepared.capture, task.loader, plan.reader, plan.progress
+            )
     if not all(gather(residuals is not None, "looking for targets")):
         return {}, {}
     assert residuals is not None
-    count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
-    all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
-    if not float(count):
+    total, count = residuals
+    all_reduce_sum({"total": total, "count": count}, "the sum for the noise variance")
+    if not float(count.sum()):
         raise no_weight_error()
-    return {"noise": {"variance": residuals[0] / count}}, {}
+    if bool((count == 0).any()):
+        output = int((count == 0).nonzero()[0])
+        raise PosthocUQError(
+            f"All targets of output {output} are missing, so that nothing is known of its noise; pass "
+            f"uq.Gaussian(noise_variance=..., missing='ignore'), or a model without this output."
+        )
+    return {"noise": {"variance": total / count}}, {}
 
 
 def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str) -> Posterior:
@@ -737,7 +748,9 @@ def _by_leave_one_out(posterior: Posterior, plan: FitPlan, task: Task) -> Poster
 
 def _leaves_out_unasked(plan: FitPlan, task: Task) -> bool:
     """Whether nothing was chosen that leave-one-out would find, and the network is one that it is for."""
-    default = plan.by_name and plan.prior == "faithful" and plan.divergence == DIVERGENCE
+    default = (
+        (plan.by_name or plan.finds_noise) and plan.prior == "faithful" and plan.divergence == DIVERGENCE
+    )
     default = default and plan.weight_precisions is None and plan.reader.batch_to_weights is None
     given = plan.likelihood.noise_variance is not None and not plan.finds_noise
     once = isinstance(plan.loader, Iterator)
@@ -756,7 +769,7 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     weights, ``tau = 1 / mean(r w^2)``: how many directions the data settle. Residuals near zero make the noise small
     and the data strong, so that it grows with memorising, too.
     """
-    targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
+    targets = posterior.evidence.total_targets
     if not targets or not posterior.has_free_prior_precision or VARIANCES not in posterior.capabilities:
         return
     ratios = posterior.weight_prior.precision

@@ -184,7 +184,12 @@ def tune(
     search = search_by(
         posterior=posterior,
         loader=loader,
-        reader=BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets),
+        reader=BatchReader.of(
+            model_of(posterior),
+            batch_to_inputs,
+            batch_to_targets,
+            skips_missing=posterior.likelihood.missing == "ignore",
+        ),
         divergence=check_option("divergence, a budget in nats,", divergence, Positive | None),
         temperature=check_option("temperature", temperature, bool | None),
         scaling=check_option("scaling", scaling, Scaling | None),

@@ -96,7 +96,13 @@ def update(
         )
     remove, progress = check_option("remove", remove, bool), bars_shown(progress)
     mean = check_option("mean", mean, bool)
-    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
+    reader = BatchReader.of(
+        model_of(posterior),
+        batch_to_inputs,
+        batch_to_targets,
+        batch_to_weights,
+        skips_missing=posterior.likelihood.missing == "ignore",
+    )
 
     with on_all_ranks("update"), steady(model_of(posterior), call="update"):
         new, warnings = _updated(posterior, loader, remove, mean, reader, progress)

@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
     ClassPrediction,
@@ -30,23 +31,34 @@ from posthoc_uq.likelihoods.class_prediction import (
 from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.labels import NOT_SHARES, are_whole, refuse_soft, soft_log_prob
-from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, Missing, last_function
 from posthoc_uq.likelihoods.prediction import OnDemand
+
+
+class LabelFields(Record):
+    """What NaN among the labels is."""
+
+    missing: Missing = "error"
 
 
 class _Labels(Likelihood, ABC):
     """Independent labels 0 and 1, each of one logit."""
 
+    fields: ClassVar[type[Record]] = LabelFields
     logits: ClassVar[bool] = True
     class_logits: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     links: ClassVar[tuple[str, ...]] = LINKS
 
+    def __init__(self, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
+
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return at_least_float32(outputs).sigmoid() - self.reshape_targets(outputs, targets)
+        targets = self.reshape_targets(outputs, targets)
+        return self.where_there(at_least_float32(outputs).sigmoid() - targets, targets)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         # E_y (p - y)^2 = p (1 - p)
@@ -57,8 +69,9 @@ class _Labels(Likelihood, ABC):
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         """Labels that are neither 0 nor 1 nor probabilities; a subclass checks the shapes first."""
         if targets is not None:
-            wrong = ~((targets >= 0) & (targets <= 1)).all()
-            yield wrong, lambda: NOT_SHARES.format(self.name)
+            known = self.in_support(targets)
+            wrong = ~((known >= 0) & (known <= 1)).all()
+            yield wrong, lambda: NOT_SHARES.format(self.name) + self._hint_of_missing(targets)
 
     def looks_like_probabilities(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
@@ -135,6 +148,9 @@ class Bernoulli(_Labels):
 class Multilabel(_Labels):
     """Independent labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape, or
     probabilities of 1.
+
+    Attributes:
+        missing: ``"ignore"`` leaves out labels that are NaN, each by itself.
     """
 
     name = "multilabel"

@@ -18,10 +18,16 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood, Missing
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
 _LARGEST_MEAN = 1e15  # up to which targets are drawn: above it float64 does not hold all whole numbers
+
+
+class CountFields(Record):
+    """What NaN among the targets is."""
+
+    missing: Missing = "error"
 
 
 class LogMean(Likelihood, ABC):
@@ -33,9 +39,11 @@ class LogMean(Likelihood, ABC):
 
     Attributes:
         counts: targets are whole numbers from 0 on, else numbers above 0.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
     """
 
     counts: ClassVar[bool] = True
+    fields: ClassVar[type[Record]] = CountFields
     _variance_terms: tuple[float, float] = (1.0, 0.0)  # a and b
 
     @abstractmethod
@@ -54,7 +62,7 @@ class LogMean(Likelihood, ABC):
         allowed = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
         wrong = targets < 0 if self.counts else targets <= 0
         if self.counts and targets.is_floating_point():
-            wrong = wrong | (targets != targets.round())
+            wrong = wrong | ((targets != targets.round()) & ~targets.isnan())
         yield (
             wrong.any(),
             lambda: (
@@ -75,7 +83,8 @@ class LogMean(Likelihood, ABC):
         return (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (self.mean(outputs) - self.reshape_targets(outputs, targets)) * self._by_mean(outputs)
+        targets = self.reshape_targets(outputs, targets)
+        return self.where_there((self.mean(outputs) - targets) * self._by_mean(outputs), targets)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of ``mu^2 / V(mu)``."""
@@ -149,6 +158,9 @@ class Poisson(LogMean):
 
     name = "poisson"
 
+    def __init__(self, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
+
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
 
@@ -156,9 +168,10 @@ class Poisson(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: ``y m - exp(m + v / 2) - log y!``, summed over outputs."""
-        counts, mean = self.reshape_targets(mean, targets), at_least_float32(mean)
+        targets, mean = self.reshape_targets(mean, targets), at_least_float32(mean)
+        counts = self.in_support(targets)
         terms = counts * mean - (mean + at_least_float32(variance) / 2).exp() - torch.lgamma(counts + 1)
-        return terms.reshape(mean.shape[0], -1).sum(1)
+        return self.where_there(terms, targets).reshape(mean.shape[0], -1).sum(1)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return _cdf(outputs.exp(), targets.floor())
@@ -175,7 +188,7 @@ def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
 Dispersion = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
-class NegativeBinomialFields(Record):
+class NegativeBinomialFields(CountFields):
     """The dispersion."""
 
     dispersion: Dispersion
@@ -193,17 +206,17 @@ class NegativeBinomial(LogMean):
     name = "negative_binomial"
     fields: ClassVar[type[Record]] = NegativeBinomialFields
 
-    def __init__(self, dispersion: float = 1.0) -> None:
+    def __init__(self, dispersion: float = 1.0, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
         self.dispersion = check_option("dispersion", dispersion, Dispersion)
         self._variance_terms = 1.0, self.dispersion
 
     def at_noise_scale(self, factor: float) -> NegativeBinomial:
         """With `factor` times the dispersion."""
-        return (
-            self
-            if factor == 1.0
-            else NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST), _LARGEST))
-        )
+        if factor == 1.0:
+            return self
+        dispersion = min(max(self.dispersion * factor, _SMALLEST), _LARGEST)
+        return NegativeBinomial(dispersion, missing=self.missing)
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
@@ -245,7 +258,7 @@ class NegativeBinomial(LogMean):
 ShapeParameter = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
-class GammaFields(Record):
+class GammaFields(CountFields):
     """The shape."""
 
     shape: ShapeParameter
@@ -264,13 +277,16 @@ class Gamma(LogMean):
     counts: ClassVar[bool] = False
     fields: ClassVar[type[Record]] = GammaFields
 
-    def __init__(self, shape: float = 1.0) -> None:
+    def __init__(self, shape: float = 1.0, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
         self.shape = check_option("shape", shape, ShapeParameter)
         self._variance_terms = 0.0, 1 / self.shape
 
     def at_noise_scale(self, factor: float) -> Gamma:
         """With `factor` times the dispersion, which is the inverse of the shape."""
-        return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST))
+        if factor == 1.0:
+            return self
+        return Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST), missing=self.missing)
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         ratios = as_double(self.reshape_targets(outputs, targets)) / as_double(outputs).exp()
@@ -283,7 +299,8 @@ class Gamma(LogMean):
         return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.shape * (1 - self.reshape_targets(outputs, targets) * (-at_least_float32(outputs)).exp())
+        targets = self.reshape_targets(outputs, targets)
+        return self.where_there(self.shape * (1 - targets * (-at_least_float32(outputs)).exp()), targets)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of the shape, whatever the outputs, which no overflow of the mean may spoil."""
@@ -293,10 +310,12 @@ class Gamma(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-f)] = exp(-m + v / 2)``."""
-        k, values, mean = self.shape, self.reshape_targets(mean, targets), at_least_float32(mean)
+        k, targets, mean = self.shape, self.reshape_targets(mean, targets), at_least_float32(mean)
+        values = self.in_support(targets)
         # E log p(y | f) is log p(y | m) with a larger last term
         more = k * values * (-mean).exp() * torch.expm1(at_least_float32(variance) / 2)
-        return (self.log_terms(mean, values) - more).reshape(mean.shape[0], -1).sum(1)
+        terms = self.where_there(self.log_terms(mean, values) - more, targets)
+        return terms.reshape(mean.shape[0], -1).sum(1)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         ratio = self.shape * targets.clamp(min=0) * (-outputs).exp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log, pi
 from statistics import NormalDist
@@ -23,7 +23,7 @@ from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
-from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, Missing, at_nodes
 from posthoc_uq.likelihoods.prediction import (
     Prediction,
     ValueTensors,
@@ -38,8 +38,16 @@ _OF_SAMPLES = (
 )
 
 
+class NormalFields(Record):
+    """What NaN among the targets is."""
+
+    missing: Missing = "error"
+
+
 class _Normals(Likelihood, ABC):
     """Targets that are normal given the outputs."""
+
+    fields: ClassVar[type[Record]] = NormalFields
 
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
     links: ClassVar[tuple[str, ...]] = LINKS  # one closed form for all
@@ -53,7 +61,7 @@ class _Normals(Likelihood, ABC):
         return normal.loc + normal.scale * torch.special.ndtri(u).reshape(normal.loc.shape).to(normal.loc)
 
 
-class GaussianFields(Record):
+class GaussianFields(NormalFields):
     """One noise variance an output, or one for all."""
 
     noise_variance: Annotated[list[Magnitude], Field(min_length=1)]
@@ -64,14 +72,22 @@ class Gaussian(_Normals):
     number an output.
 
     Attributes:
-        noise_variance: ``(outputs,)``, in squared units of the targets, or one number for all.
+        noise_variance: ``(outputs,)``, in squared units of the targets, or one number for all. By default `fit` finds
+            it, as for ``likelihood="regression"``; until then it is 1.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
+        finds_noise: whether `fit` is to find the noise variance.
     """
 
     name = "regression"
     fields: ClassVar[type[Record]] = GaussianFields
     noise_variance: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
+    _given = True  # the noise variance
+
+    def __init__(self, noise_variance: Tensor | float | None = None, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
+        self._given = noise_variance is not None
+        noise_variance = 1.0 if noise_variance is None else noise_variance
         try:
             if isinstance(noise_variance, bool):
                 raise TypeError
@@ -89,11 +105,28 @@ class Gaussian(_Normals):
             )
         self.noise_variance = noise_variances  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
-        noise_variance = self.noise_variance.expand(outputs)
-        constant = float((noise_variance.log() + log(2 * pi)).sum()) * samples
+    @property
+    def finds_noise(self) -> bool:
+        return not self._given
+
+    def with_noise(self, noise_variance: Tensor) -> Gaussian:
+        """See `Likelihood`."""
+        likelihood = super().with_noise(noise_variance)
+        likelihood._given = True
+        return likelihood
+
+    def residual_sums(
+        self, log_likelihood: float, samples: float | Sequence[float], outputs: int
+    ) -> tuple[float, float]:
+        counts = host_double(samples).expand(outputs)
+        constant = float((self.noise_variance.log() + log(2 * pi)).expand(outputs) @ counts)
         # The rest of the log likelihood; rounding can make it slightly negative.
-        return max(0.0, -2 * log_likelihood - constant), samples * outputs
+        return max(0.0, -2 * log_likelihood - constant), float(counts.sum())
+
+    def target_counts(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Whether each target is there, ``(samples, outputs)``."""
+        there = self.there(targets)
+        return None if there is None else as_double(there.reshape(len(outputs), -1))
 
     def noise(self, outputs: Tensor) -> Tensor:
         """The noise variance, shaped to broadcast against outputs ``(..., outputs)``."""
@@ -121,8 +154,9 @@ class Gaussian(_Normals):
         return self.reshape_targets(outputs, targets).reshape(len(outputs), -1)
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``outputs - targets``, shaped like the outputs."""
-        return at_least_float32(outputs) - self.reshape_targets(outputs, targets)
+        """``outputs - targets``, shaped like the outputs; 0 where a target is missing."""
+        targets = self.reshape_targets(outputs, targets)
+        return self.where_there(at_least_float32(outputs) - targets, targets)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.residuals(outputs, targets) / self.noise(outputs)
@@ -139,18 +173,18 @@ class Gaussian(_Normals):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: ``log p(y | mean) - variance / (2 noise)``, summed over outputs."""
-        penalty = 0.5 * at_least_float32(variance) / self.noise(mean)
-        return self.log_prob(mean, targets) - penalty.reshape(mean.shape[0], -1).sum(1)
+        values = self.reshape_targets(mean, targets)
+        penalty = self.where_there(0.5 * at_least_float32(variance) / self.noise(mean), values)
+        return self.log_prob(mean, values) - penalty.reshape(mean.shape[0], -1).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: the log density of ``N(mean, variance + noise)``, summed over outputs."""
         total = (at_least_float32(variance) + self.noise(mean)).sqrt()
-        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(
-            self.reshape_targets(mean, targets)
-        )
-        return logs.reshape(mean.shape[0], -1).sum(1)
+        values = self.reshape_targets(mean, targets)
+        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(self.in_support(values))
+        return self.where_there(logs, values).reshape(mean.shape[0], -1).sum(1)
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
         mean, variance = moments_of(map(at_least_float32, blocks))
@@ -168,10 +202,16 @@ class Heteroscedastic(_Normals):
     The network was trained with the negative log-likelihood (`torch.nn.GaussianNLLLoss` of the exponentials). The
     Fisher is exact in closed form: ``1 / noise variance`` for a mean and ``1 / 2`` for a log variance, nothing between
     them.
+
+    Attributes:
+        missing: ``"ignore"`` leaves out targets that are NaN, with their mean and their log variance.
     """
 
     name = "heteroscedastic"
     _log_factor = 0.0  # of `at_noise_scale`
+
+    def __init__(self, *, missing: Missing = "error") -> None:
+        self._take_missing(missing)
 
     def at_noise_scale(self, factor: float) -> Heteroscedastic:
         """With `factor` times every predicted noise variance."""
@@ -194,7 +234,12 @@ class Heteroscedastic(_Normals):
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}, which "
                 f"have a mean and a log variance for each of {outputs.shape[1] // 2} targets."
             )
-        yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
+        yield self._not_finite(targets), lambda: self._not_finite_in_words(targets)
+
+    def by_output(self, of_targets: Tensor, outputs: Tensor) -> Tensor:
+        """Of each target at its mean and at its log variance."""
+        halves = of_targets.reshape(len(outputs), -1)
+        return torch.cat([halves, halves], dim=1)
 
     @staticmethod
     def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,8 +267,10 @@ class Heteroscedastic(_Normals):
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         means, logs = self._means_and_logs(outputs)
-        residuals, precision = means - self.reshape_targets(outputs, targets), (-logs).exp()
-        return torch.cat([residuals * precision, 0.5 * (1 - residuals.square() * precision)], dim=1)
+        targets, precision = self.reshape_targets(outputs, targets), (-logs).exp()
+        residuals = means - targets
+        by_means, by_logs = residuals * precision, 0.5 * (1 - residuals.square() * precision)
+        return torch.cat([self.where_there(each, targets) for each in (by_means, by_logs)], dim=1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         _, logs = self._means_and_logs(outputs)
@@ -238,22 +285,25 @@ class Heteroscedastic(_Normals):
     ) -> Tensor:
         """In closed form, with ``E[exp(-s)] = exp(-m_s + v_s / 2)`` for the log variance s."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self.reshape_targets(mean, targets) - means).square() + spread
-        return -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi)).sum(1)
+        targets = self.reshape_targets(mean, targets)
+        squares = (self.in_support(targets) - means).square() + spread
+        terms = -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi))
+        return self.where_there(terms, targets).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form over the means, by Gauss-Hermite quadrature over the log variances."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self.reshape_targets(mean, targets) - means).square()
+        targets = self.reshape_targets(mean, targets)
+        squares = (self.in_support(targets) - means).square()
 
         def log_density(log_variances: Tensor) -> Tensor:
             total = spread + log_variances.exp()
             return -0.5 * (squares / total + total.log() + log(2 * pi))
 
         densities, weights = at_nodes(log_density, logs, log_spread)
-        return torch.logsumexp(densities + weights.log(), 0).sum(1)
+        return self.where_there(torch.logsumexp(densities + weights.log(), 0), targets).sum(1)
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> HeteroscedasticPrediction:
         outputs, noises, dtype = Moments(), Moments(), torch.float32

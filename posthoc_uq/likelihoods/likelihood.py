@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import check_option
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
@@ -36,10 +37,15 @@ from posthoc_uq.likelihoods.prediction import (
 )
 
 Fisher = Literal["mc", "exact", "empirical"]
+Missing = Literal["error", "ignore"]
+"""What a NaN among the targets is: an error, or a target that is not there, which every sum leaves out."""
 Faults = Iterator[tuple[Tensor, Callable[[], str]]]
 """What may be wrong with numbers: a flag on their device, and a sentence about it."""
 Self = TypeVar("Self", bound="Likelihood")
 
+_IN_SUPPORT = (
+    0.5  # in place of a target that is missing: at it every usual density, and its gradient, is finite
+)
 _MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
 _MAX_LOG_RATIO = 50.0  # of densities in a divergence by draws: larger ones add nothing
 _BY_DISTRIBUTION = ("log_prob", "log_terms", "mean", "variance", "entropy", "cdf")  # what follows from it
@@ -71,9 +77,12 @@ class Likelihood:
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
         has_noise: whether there is a noise, or dispersion, that `at_noise_scale` scales.
+        missing: ``"ignore"`` where NaN stands for a target that is not there. Of several targets a sample the others
+            count; a sample without any is left out as it is read.
     """
 
     name: str = ""
+    missing: Missing = "error"
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     class_logits: ClassVar[bool] = False
@@ -108,7 +117,7 @@ class Likelihood:
         names += ["fisher_root"] if method == "exact_factors" else []
         return any(getattr(type(self), name) is not getattr(Likelihood, name) for name in names)
 
-    def _missing(self, method: str, purpose: str) -> PosthocUQError:
+    def _lacking(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
 
     def _by_distribution(self, method: str, outputs: Tensor, of: Callable[[Distribution], Tensor]) -> Tensor:
@@ -160,7 +169,50 @@ class Likelihood:
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
             )
-        yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
+        yield self._not_finite(targets), lambda: self._not_finite_in_words(targets)
+
+    def _not_finite(self, targets: Tensor) -> Tensor:
+        """A flag on the device, true where a target is not finite that is not missing."""
+        return ~torch.isfinite(targets).all() if self.missing == "error" else targets.isinf().any()
+
+    def _not_finite_in_words(self, targets: Tensor) -> str:
+        """What an error says of such targets."""
+        return f"Some targets are not finite.{self._hint_of_missing(targets)}"
+
+    def _hint_of_missing(self, targets: Tensor) -> str:
+        """The way out where there is a NaN, and the likelihood can leave it out."""
+        if self.missing == "ignore" or "missing" not in self.fields.model_fields:
+            return ""
+        call = f"uq.{type(self).__name__}(missing='ignore')"
+        nan = targets.is_floating_point() and bool(targets.isnan().any())
+        return f" If NaN stands for a target that is not there: likelihood={call}." if nan else ""
+
+    # Targets that are not there
+
+    def _take_missing(self, missing: Missing) -> None:
+        """Set `missing` by an option of the constructor."""
+        if (found := check_option("missing", missing, Missing)) != self.missing:
+            self.missing = found  # a file holds what is not the default
+
+    def there(self, targets: Tensor) -> Tensor | None:
+        """Which targets are there, booleans in their shape; None for all of them."""
+        return None if self.missing == "error" else ~targets.isnan()
+
+    def in_support(self, targets: Tensor) -> Tensor:
+        """Targets whose density is finite: those that are missing are replaced."""
+        if self.missing == "error" or not targets.is_floating_point():
+            return targets
+        return targets.masked_fill(targets.isnan(), _IN_SUPPORT)
+
+    def where_there(self, values: Tensor, targets: Tensor) -> Tensor:
+        """Values ``(..., *shape of the targets)``, 0 where a target is missing."""
+        return values if self.missing == "error" else values.masked_fill(targets.isnan(), 0.0)
+
+    def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`log_terms`, 0 where a target is missing."""
+        if self.missing == "error":
+            return self.log_terms(outputs, targets)
+        return self.where_there(self.log_terms(outputs, self.in_support(targets)), targets)
 
     def accepts_output_count(self, outputs: int) -> bool:
         """Whether a model may have so many outputs a sample."""
@@ -192,7 +244,7 @@ class Likelihood:
 
         `log_prob`, `log_terms`, `cdf`, `mean`, `variance` and `entropy` follow from it.
         """
-        raise self._missing("distribution(outputs)", "has no distribution of targets")
+        raise self._lacking("distribution(outputs)", "has no distribution of targets")
 
     def reshape_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The targets in the shape of the outputs and in their precision."""
@@ -201,15 +253,15 @@ class Likelihood:
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
         if not self.defines("log_terms"):
-            raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
-        terms = self.log_terms(at_least_float32(outputs), self.reshape_targets(outputs, targets))
+            raise self._lacking("distribution(outputs) or log_prob(outputs, targets)", "has no density")
+        terms = self.terms(at_least_float32(outputs), self.reshape_targets(outputs, targets))
         return terms.flatten(1).sum(1) if terms.ndim > 1 else terms
 
     def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """``sum_t w_t log p(y_t | f_t)`` of every sample, ``(samples,)``, in nats, for weights of positions
         ``(samples, positions)``; for likelihoods whose outputs have positions (`positions_of`). Differentiable.
         """
-        raise self._missing(
+        raise self._lacking(
             "weighted_log_prob(outputs, targets, weights)", "has no log-probability of single positions"
         )
 
@@ -234,7 +286,7 @@ class Likelihood:
         """Targets drawn from ``p(y | outputs)``, ``(samples, ...)``: a function of the outputs, the keys ``(samples,)``
         and the number of the draw; all random numbers come from `uniforms`.
         """
-        raise self._missing("draw(outputs, keys, draw)", "draws no targets")
+        raise self._lacking("draw(outputs, keys, draw)", "draws no targets")
 
     @staticmethod
     def uniforms(outputs: Tensor, keys: Tensor, draw: int, numbers: int = 1) -> Tensor:
@@ -248,24 +300,50 @@ class Likelihood:
         """The root of the Fisher by the outputs where that is diagonal, shaped like them: of ``Var(d log p / d f_k)``
         for every output.
         """
-        raise self._missing("fisher_root(outputs) or exact_factors(outputs)", "has no exact Fisher")
+        raise self._lacking("fisher_root(outputs) or exact_factors(outputs)", "has no exact Fisher")
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def exact_factors(self, outputs: Tensor, there: Tensor | None = None) -> Iterator[Tensor]:
         """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as
         possible, since each costs a backward pass. By default one an output, by `fisher_root`; where neither is given,
         the Fisher is by drawn labels.
+
+        Args:
+            outputs: ``(samples, ...)``.
+            there: which targets are there, booleans in their shape; None for all. A subclass that never ignores missing
+                targets need not take it.
         """
         if not self.defines("exact_factors"):
-            raise self._missing(
+            raise self._lacking(
                 "fisher_root(outputs) or exact_factors(outputs)",
                 "has no exact expectation over labels, take fisher='mc'",
             )
         root = self.fisher_root(outputs)
+        if there is not None:
+            root = root.masked_fill(~self.by_output(there, outputs), 0.0)
         flat = root.flatten(1) if root.ndim > 1 else root.unsqueeze(1)
         for index in range(flat.shape[1]):
             factor = torch.zeros_like(flat)
             factor[:, index] = flat[:, index]
             yield factor.reshape(root.shape)
+
+    def by_output(self, of_targets: Tensor, outputs: Tensor) -> Tensor:
+        """Values of targets at the outputs that they depend on, in the shape of the outputs; by default one target an
+        output.
+        """
+        return of_targets.reshape(outputs.shape)
+
+    def _exact_factors(self, outputs: Tensor, there: Tensor) -> Iterator[Tensor]:
+        """`exact_factors` of the targets that are there.
+
+        Raises:
+            PosthocUQError: a subclass's own does not know which these are.
+        """
+        if len(signature(self.exact_factors).parameters) < 2:
+            raise PosthocUQError(
+                f"Likelihood {self.name!r} ignores missing targets, and its exact_factors(outputs) is not told of "
+                f"them; give it exact_factors(outputs, there), or take fisher='mc'."
+            )
+        return self.exact_factors(outputs, there)
 
     def gradients(
         self, outputs: Tensor, targets: Tensor | None, keys: Tensor, fisher: Fisher, n_samples: int = 1
@@ -274,11 +352,17 @@ class Likelihood:
         over them of the outer products of the pulled-back gradients (losses are summed over the batch).
         """
         outputs = outputs.detach()
+        there = None if targets is None or self.missing == "error" else self.there(targets)
         if fisher == "exact":
-            yield from self.exact_factors(outputs)
+            yield from self.exact_factors(outputs) if there is None else self._exact_factors(outputs, there)
         elif fisher == "mc":
             for draw in range(n_samples):
-                yield self.score(outputs, self.draw(outputs, keys, draw)) * n_samples**-0.5
+                drawn = self.draw(outputs, keys, draw)
+                if there is not None:
+                    drawn = drawn.to(at_least_float32(outputs)).masked_fill(
+                        ~there.reshape(drawn.shape), math.nan
+                    )
+                yield self.score(outputs, drawn) * n_samples**-0.5
         else:
             if targets is None:
                 raise PosthocUQError(
@@ -317,7 +401,7 @@ class Likelihood:
         """Log probabilities ``(nodes, samples, terms)`` at nodes of the outputs, and the nodes' weights."""
         if self.defines("log_terms"):
             values = self.reshape_targets(mean, targets)
-            logs, weights = at_nodes(lambda outputs: self.log_terms(outputs, values), mean, variance)
+            logs, weights = at_nodes(lambda outputs: self.terms(outputs, values), mean, variance)
             if logs.shape[2] == mean[0].numel():  # not so for a distribution of all outputs together
                 return logs, weights
         return self._at_draws(mean, variance, targets, n_draws)
@@ -481,12 +565,21 @@ class Likelihood:
             return self
         return self.with_noise(self.noise_variance * factor)
 
-    def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
+    def residual_sums(
+        self, log_likelihood: float, samples: float | Sequence[float], outputs: int
+    ) -> tuple[float, float]:
         """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`
-        over so many samples, or over samples whose weights have this sum. The log marginal likelihood needs them when
-        the noise variance changes. Zeros where there is no noise variance.
+        over so many samples, or over samples whose weights have this sum; a number for each output where some targets
+        are missing. The log marginal likelihood needs them when the noise variance changes. Zeros where there is no
+        noise variance.
         """
         return 0.0, 0.0
+
+    def target_counts(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """How many targets of each noise variance a sample has, ``(samples, noise variances)``, for `residual_sums`;
+        None where all are there, or there is no noise variance.
+        """
+        return None
 
     # Files
 

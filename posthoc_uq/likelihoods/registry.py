@@ -51,7 +51,7 @@ def resolve_likelihood(
             f"{did_you_mean(likelihood, LIKELIHOODS)}"
         )
     if likelihood == Gaussian.name:
-        return Gaussian(1.0 if noise_variance is None else noise_variance)
+        return Gaussian(noise_variance)
     if noise_variance is not None:
         raise PosthocUQError(f"noise_variance belongs to likelihood='regression', not to {likelihood!r}.")
     return LIKELIHOODS[likelihood]()

@@ -192,7 +192,7 @@ class Laplace(Method):
         squared_residuals, targets = 0.0, 0
         if summary.log_likelihood is not None:
             squared_residuals, has_targets = task.likelihood.residual_sums(
-                summary.log_likelihood, summary.weight, summary.outputs
+                summary.log_likelihood, summary.targets or summary.weight, summary.outputs
             )
             targets = summary.samples * summary.outputs if has_targets else 0
         evidence = Evidence(
@@ -202,6 +202,7 @@ class Laplace(Method):
             targets,
             noise_power=2 if task.fisher == "empirical" else 1,
             weight=weight,
+            present=None if summary.targets is None else _present(summary.targets, summary),
         )
         members = {JOINT: list(task.layers)} if self.joint else None
         return task.posterior(self.name, blocks, evidence, facts, members=members)
@@ -338,7 +339,8 @@ def _combined_evidence(
         return replace(
             evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0, weight=weight
         )
-    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.weight, summary.outputs)
+    counts = summary.targets or summary.weight
+    residuals, targets = likelihood.residual_sums(summary.log_likelihood, counts, summary.outputs)
     squared = evidence.squared_residuals + sign * residuals
     if squared < -1e-4 * evidence.squared_residuals:
         raise NotContainedError("sum of the squared residuals")
@@ -349,7 +351,22 @@ def _combined_evidence(
         squared_residuals=max(0.0, squared),
         targets=samples * summary.outputs if targets else 0,
         weight=weight,
+        present=_combined_present(evidence, summary, sign),
     )
+
+
+def _present(targets: Sequence[float], summary: SweepTotals) -> float | None:
+    """The weighted number of targets that are there, of these by output; None where none is missing."""
+    total = sum(targets)
+    return None if total == summary.weight * summary.outputs else total
+
+
+def _combined_present(evidence: Evidence, summary: SweepTotals, sign: int) -> float | None:
+    """The same of what the fit and a later sweep saw together, or of what is left."""
+    part = None if summary.targets is None else _present(summary.targets, summary)
+    if evidence.present is None and part is None:
+        return None
+    return evidence.total_targets + sign * (summary.weight * summary.outputs if part is None else part)
 
 
 def _shares_outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:

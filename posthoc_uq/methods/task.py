@@ -211,7 +211,7 @@ class Task:
     def length_was_wrong(self, seen: int) -> bool:
         """Whether the number of samples by the loader's length is off by a batch or more, once so many were seen."""
         claimed = self.samples_in_all
-        if claimed is None or self.batch.whole:
+        if claimed is None or self.batch.whole or self.plan.reader.skips_missing:
             return False
         return abs(claimed - seen) >= world() * count_samples(self.batch)
 
@@ -516,6 +516,7 @@ def _merged(summary: SweepTotals) -> SweepTotals:
             "its own, for instance with torch.utils.data.DistributedSampler."
         )
     likelihoods = [part.log_likelihood for part in summaries]
+    counts = [part.targets for part in summaries if part.targets is not None]
     return SweepTotals(
         batches=sum(part.batches for part in summaries),
         seen=sum(part.seen for part in summaries),
@@ -523,6 +524,7 @@ def _merged(summary: SweepTotals) -> SweepTotals:
         weight=sum(part.weight for part in summaries),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
         outputs=max(part.outputs for part in summaries),
+        targets=[sum(own) for own in zip(*counts, strict=True)] or None,
         content=sum(part.content for part in summaries) % WORD,
     )
 

@@ -41,10 +41,11 @@ class Evidence:
         log_likelihood: weighted sum of ``log p(y | x)`` at the trained weights, at the noise variance of the fit, in
             nats; None without labels.
         squared_residuals: weighted sum of squared residuals over their noise variance (regression), else 0.
-        targets: number of target values (regression), else 0.
+        targets: number of target values (regression), else 0; with those that are missing.
         noise_power: the Fisher is proportional to this power of the noise precision: 1, but 2 for the empirical Fisher,
             whose residuals are data and do not shrink with the noise variance.
         weight: the sum of the samples' weights; None where each counts once.
+        present: the weighted number of target values that are there; None where none is missing.
     """
 
     samples: int
@@ -53,6 +54,12 @@ class Evidence:
     targets: int = 0
     noise_power: int = 1
     weight: float | None = None
+    present: float | None = None
+
+    @property
+    def total_targets(self) -> float:
+        """The weighted number of target values that are there."""
+        return self.targets * (self.total / self.samples) if self.present is None else self.present
 
     @property
     def total(self) -> float:
@@ -72,7 +79,7 @@ class Evidence:
         return (
             self.log_likelihood
             + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
-            - 0.5 * self.targets * (self.total / self.samples) * logarithm
+            - 0.5 * self.total_targets * logarithm
         )
 
 
