@@ -224,3 +224,60 @@ def test_a_kept_factor_belongs_to_its_prior() -> None:
         posterior = posterior.replaced(weight_prior=WeightPrior(precision))
         for name, variance in posterior.variance().items():
             assert float(variance.max()) <= 1 / ratio + 1e-6, (name, ratio)
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_a_fitted_posterior_takes_a_vector_of_prior_precisions(method: str) -> None:
+    """By weight, as a vector in the order of the model's parameters or by name: that of a fit with them."""
+    model = net()
+    precision = tensors(model, 2, 0.1, 5.0)
+    wanted = fit(model, OWN[method], prior_precision=precision)
+    plain = fit(model, OWN[method], prior_precision=2.0)
+    assert plain.parameter_names == [name for name, _ in model.named_parameters()]
+    vector = torch.cat([precision[name].flatten() for name in plain.parameter_names])
+    for given in (vector, vector.tolist(), precision):
+        found = plain.with_settings(prior_precision=given)
+        assert found.prior_precision == 1.0 and plain.prior_precision == 2.0
+        for name, variance in wanted.variance().items():
+            torch.testing.assert_close(found.variance()[name], variance, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.log_marginal_likelihood(), wanted.log_marginal_likelihood())
+    for name, variance in found.with_settings(prior_precision=3.0).variance().items():
+        torch.testing.assert_close(variance, wanted.with_settings(prior_precision=3.0).variance()[name])
+    report = found.report().to_dict()["summary"]
+    assert report["prior of each weight"] == "given, times the prior precision"
+
+
+@pytest.mark.parametrize("method", MEANS)
+def test_a_fitted_posterior_takes_a_vector_by_layer(method: str) -> None:
+    posterior = fit(net(), MEANS[method], prior_precision=2.0)
+    for given in (torch.tensor([0.5, 4.0]), [0.5, 4.0], {"0": torch.tensor(0.5), "3": 4}):
+        assert posterior.with_settings(prior_precision=given).prior_precision == {"0": 0.5, "3": 4.0}
+    assert posterior.with_settings(prior_precision=torch.tensor([7.0])).prior_precision == 7.0
+
+
+def test_promises_do_not_outlive_a_prior_of_each_weight(tmp_path: Path) -> None:
+    model = net()
+    posterior = uq.calibrate(fit(model, "diag", prior_precision=2.0), data(), progress=False)
+    with pytest.warns(UserWarning, match="no longer hold"):
+        found = posterior.with_settings(prior_precision=torch.full((19,), 2.0))
+    assert found.history.promises is None and posterior.history.promises is not None
+    uq.save(found, tmp_path / "p.h5")
+    again = uq.load(tmp_path / "p.h5", model)
+    for name, variance in found.variance().items():
+        assert torch.equal(again.variance()[name], variance)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("kfac", torch.ones(19), "cannot enter blocks of the kind 'kfac'; give one number a layer"),
+        ("diag", torch.ones(5), "has 5 numbers; give one, 2 for the layers, or 19 for the weights"),
+        ("diag", "wide", "prior_precision must be a number, a vector .*, not a str"),
+        ("diag", {"3.weight": torch.ones(3, 2)}, r"none for \['0.weight'"),
+        ("diag", -torch.ones(19), "must be positive everywhere"),
+        ("diag", {"4": 1.0, "0": 1.0}, "per layer must name every layer once"),
+    ],
+)
+def test_prior_precisions_that_do_not_fit(method: str, given: Any, said: str) -> None:
+    with pytest.raises(uq.PosthocUQError, match=said):
+        fit(net(), method, prior_precision=1.0).with_settings(prior_precision=given)

@@ -54,8 +54,15 @@ from posthoc_uq.posteriors.history import (
     LeftOutRecord,
     ScaleCorrection,
 )
-from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.settings import BY_CLASS, HEADS, HYPERPARAMETERS, NOVELTIES, SettingsRecord
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import (
+    BY_CLASS,
+    HEADS,
+    HYPERPARAMETERS,
+    NOVELTIES,
+    SettingsRecord,
+    WeightPrior,
+)
 
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]

@@ -72,8 +72,8 @@ from posthoc_uq.files.untrusted import ChildReader
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, WeightPrior
 from posthoc_uq.version import __version__
 
 _WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"

@@ -77,7 +77,6 @@ from posthoc_uq.fitting.prior import (
     Prior,
     check_weight_prior,
     prior_and_budget,
-    weight_prior_of,
     with_prior,
 )
 from posthoc_uq.layers.layer import Layer
@@ -558,9 +557,13 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None, flo
     of how it was fitted; its hyperparameters are those at the start. And training inputs where a faithful prior is
     to be found, with how much less sure than right a network is of its classes there, if that is to count.
     """
-    method, parameters = plan.method, dict(task.model.named_parameters())
-    with on_all_ranks("checking the prior"):
-        weight_prior = weight_prior_of(task.layers, parameters, plan.weight_precisions, plan.weight_mean)
+    method, weight_prior = plan.method, None
+    if plan.weight_precisions is not None or plan.weight_mean is not None:
+        from posthoc_uq.posteriors.weight_prior import weight_prior_of
+
+        parameters = dict(task.model.named_parameters())
+        with on_all_ranks("checking the prior"):
+            weight_prior = weight_prior_of(task.layers, parameters, plan.weight_precisions, plan.weight_mean)
     task.for_evidence = plan.divergence is None
     if plan.checkpoint is not None or world() > 1:
         _open_checkpoint(plan, task)
@@ -579,7 +582,8 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None, flo
     else:
         grams = watch_features(task)
         posterior = with_features(task, grams, method.fit(task))
-    posterior = posterior.replaced(weight_prior=weight_prior)
+    if weight_prior is not None:
+        posterior = posterior.replaced(weight_prior=weight_prior)
     check_numbers(posterior)
     task.observe()
     posterior = _recorded(posterior, plan, task, noise_origin)

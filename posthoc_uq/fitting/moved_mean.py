@@ -25,7 +25,8 @@ from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods.weights import weights_of
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.posterior import Posterior, layer_matrix
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import layer_matrix
 
 _EXACT = ("full", "kfac")  # whose Fisher of one linear layer under a Gaussian likelihood is the Hessian
 _ROWS = 512  # of the covariance that are computed at once

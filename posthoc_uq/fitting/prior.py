@@ -10,25 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-from annotated_types import Ge, Le
-from torch import Tensor, nn
+from torch import nn
 
 from posthoc_uq.core.batches import Batch, count_samples
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
+from posthoc_uq.core.options import Magnitude, Positive, check_option
 from posthoc_uq.core.progress import Progress, count_progress
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 from posthoc_uq.fitting.wrap import wrap
-from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT
-from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import maximise_evidence
 
 Prior = float | Literal["faithful", "evidence"]
@@ -132,76 +130,6 @@ def _with_prior(method: Method, prior: Prior | None) -> Method:
         )
     changed: dict[str, Any] = {"prior_precision": prior}
     return replace(method, **changed)
-
-
-def weight_prior_of(
-    layers: Mapping[str, Layer], parameters: Mapping[str, Tensor], precision: Any, mean: Any
-) -> WeightPrior:
-    """The prior of single weights that a user asked for.
-
-    Args:
-        layers: of the posterior.
-        parameters: of the model, by name.
-        precision: a tensor or a number by the name of every parameter of the layers; None for 1.
-        mean: a number, or tensors or numbers by name, 0 for parameters without one; None for 0.
-
-    Raises:
-        PosthocUQError: a name, a shape or a number is not valid.
-    """
-    shapes = {name: parameters[name] for layer in layers.values() for name in layer.parameter_names}
-    precisions: dict[str, Tensor] = {}
-    if precision is not None:
-        given = cast(Mapping[str, Any], precision)
-        if given and set(given) <= set(layers) - set(shapes):
-            raise PosthocUQError(
-                "prior_precision of a fit is one number for all layers, or tensors by the names of parameters. For one "
-                "number a layer, fit with prior_precision=1.0, and then take posterior.with_settings(prior_precision="
-                "{layer: number, ...}), which takes no new fit."
-            )
-        missing = [name for name in shapes if name not in given]
-        if missing:
-            raise PosthocUQError(
-                f"A prior precision of single weights must be given for every parameter of the layers; there is none "
-                f"for {missing[:5]}."
-            )
-        precisions = _tensors("prior_precision", given, shapes)
-        for name, tensor in precisions.items():
-            if not bool((tensor > 1 / LARGEST).all()):
-                raise PosthocUQError(f"prior_precision of '{name}' must be positive everywhere.")
-    means: float | dict[str, Tensor] = 0.0
-    if isinstance(mean, Mapping):
-        means = _tensors("prior_mean", dict.fromkeys(shapes, 0.0) | cast(dict[str, Any], mean), shapes)
-    elif mean is not None:
-        means = check_option("prior_mean", mean, Annotated[float, Ge(-LARGEST), Le(LARGEST)])
-    return WeightPrior(precisions, means)
-
-
-def _tensors(what: str, given: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors or numbers by name as tensors of the parameters' shapes, on their devices."""
-    odd = [name for name in given if name not in like]
-    if odd:
-        raise PosthocUQError(
-            f"{what} names {odd[:5]}, no parameters of the posterior's layers; those are {list(like)[:6]}."
-            f"{did_you_mean(odd, like)}"
-        )
-    tensors: dict[str, Tensor] = {}
-    for name, value in given.items():
-        own = like[name]
-        wide = torch.promote_types(own.dtype, torch.float32)
-        try:
-            tensor = torch.as_tensor(value, dtype=wide, device=own.device).detach()
-        except (TypeError, ValueError, RuntimeError):
-            raise PosthocUQError(
-                f"{what} of '{name}' must be a tensor or a number, not a {type(value).__name__}."
-            ) from None
-        if tensor.ndim and tensor.shape != own.shape:
-            raise PosthocUQError(
-                f"{what} of '{name}' must have the shape {tuple(own.shape)}, not {tuple(tensor.shape)}."
-            )
-        if not bool((tensor.abs() <= LARGEST).all()):
-            raise PosthocUQError(f"{what} of '{name}' must be finite and at most {LARGEST:g} in size.")
-        tensors[name] = tensor.expand(own.shape).clone()
-    return tensors
 
 
 def with_prior(

@@ -18,7 +18,8 @@ from posthoc_uq.methods.laplace import JOINT, Laplace, squares_of
 from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block, packed
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
-from posthoc_uq.posteriors.posterior import Posterior, layer_matrix
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import layer_matrix
 
 
 @dataclass(frozen=True, kw_only=True)

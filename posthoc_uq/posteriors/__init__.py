@@ -53,9 +53,15 @@ from posthoc_uq.posteriors.laplace import (
     WideEigenvalueCorrectedBlock,
     WideKroneckerBlock,
 )
-from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import maximise_evidence, search_decades
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Evidence, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import (
+    HYPERPARAMETERS,
+    Evidence,
+    Hyperparameters,
+    LayerPriors,
+    WeightPrior,
+)
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.information import InformationBlock

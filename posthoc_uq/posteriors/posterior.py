@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import log
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
@@ -38,6 +38,8 @@ from posthoc_uq.posteriors.settings import (
     Evidence,
     Hyperparameters,
     LayerPriors,
+    WeightPrior,
+    layer_matrix,
     same_settings,
 )
 
@@ -102,51 +104,6 @@ class BlockLayout:
             for name in self._members[block]
         ]
         return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
-
-
-@dataclass(frozen=True, eq=False)
-class WeightPrior:
-    """The prior of single weights, ``N(mu_i, 1 / (tau r_i))`` with the posterior's prior precision tau.
-
-    ``r`` is 1 and ``mu`` is 0 unless a fit was given others. The covariance of a Laplace posterior depends on ``tau r``
-    alone, and its log marginal likelihood on ``mu``, too (MacKay 1992).
-
-    Attributes:
-        precision: ``r`` of every parameter of the layers by name, positive; empty where all are 1.
-        mean: ``mu``: one number, or a tensor of every parameter of the layers by name.
-    """
-
-    precision: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    mean: float | Mapping[str, Tensor] = 0.0
-
-    def sums(
-        self, layer: Layer, weights: Mapping[str, Tensor], chosen: Tensor | None
-    ) -> tuple[int, float, float]:
-        """How many weights a layer has, ``sum log r_i``, and ``sum r_i (theta_i - mu_i)^2``.
-
-        Args:
-            layer: whose weights.
-            weights: theta, parameters by name.
-            chosen: which are uncertain, ``(groups, outputs, inputs)``; None for all.
-        """
-        moved: dict[str, Tensor] = {}
-        for name in layer.parameter_names:
-            wide = as_double(weights[name].detach())
-            mean = self.mean[name].to(wide) if isinstance(self.mean, Mapping) else self.mean
-            moved[name] = wide - mean
-        matrix = layer_matrix(layer, moved)
-        matrix = matrix if chosen is None else matrix[chosen.to(matrix.device)]
-        if not self.precision:
-            return matrix.numel(), 0.0, float(matrix.square().sum())
-        ratios = layer_matrix(layer, self.precision).to(matrix)
-        ratios = ratios if chosen is None else ratios[chosen.to(ratios.device)]
-        return matrix.numel(), float(ratios.log().sum()), float((ratios * matrix.square()).sum())
-
-
-def layer_matrix(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
-    """A layer's parameters by name as its matrix ``(groups, outputs, inputs)``, detached."""
-    bias = None if layer.bias is None else parameters[layer.bias].detach()
-    return layer.to_matrix(parameters[layer.weight].detach(), bias)
 
 
 COVARIANCE_BYTES = 16 * 2**20  # the most that all kept covariances of a posterior take
@@ -423,7 +380,7 @@ class Posterior:
         self: Self,
         *,
         scale: float | None = None,
-        prior_precision: float | Mapping[str, float] | None = None,
+        prior_precision: float | Tensor | Sequence[float] | Mapping[str, float | Tensor] | None = None,
         residual_weight: float | None = None,
         noise_scale: float | None = None,
         temperature: float | None = None,
@@ -434,7 +391,10 @@ class Posterior:
 
         Args:
             scale: what the mean Fisher is multiplied with.
-            prior_precision: a number, or one number per layer name.
+            prior_precision: a number; one for each layer, by its name or as a vector in the order of `layers`; or, for
+                ``"diag"``, ``"full"``, ``"subnetwork"`` and ``"inf"``, one for each weight: tensors by the names of
+                all parameters, or a vector in the order of `parameter_names`. `prior_precision` is then 1, a factor on
+                them, as are numbers that are given later.
             residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
             noise_scale: factor on the noise variance, or the dispersion, of the likelihood (regression).
             temperature: divides the logits in prediction (classification).
@@ -446,6 +406,15 @@ class Posterior:
         Raises:
             PosthocUQError: a value is out of range, or differs from the present one and cannot be changed here.
         """
+        weight_prior = None
+        if prior_precision is not None and not isinstance(prior_precision, (int, float)):
+            from posthoc_uq.posteriors.weight_prior import read_precisions
+
+            means = {name: self.mean[name] for name in self.parameter_names}
+            found = read_precisions(prior_precision, self.layers, means, self.blocks.values())
+            if isinstance(found, WeightPrior):
+                weight_prior, found = replace(self.weight_prior, precision=found.precision), 1.0
+            prior_precision = found
         asked = {
             "scale": scale,
             "prior_precision": prior_precision,
@@ -455,10 +424,12 @@ class Posterior:
             "class_shift": class_shift,
             "class_scale": class_scale,
         }
-        new = self.at(
+        known = self if weight_prior is None else self._of_weight_prior(weight_prior)
+        new = known.at(
             replace(self.settings, **{key: value for key, value in asked.items() if value is not None})
         )
         changed = {name for name in asked if getattr(new, name) != getattr(self, name)}
+        changed |= set[str]() if weight_prior is None else {"prior_precision"}
         if changed:  # what a search tried and chose is no longer what the posterior has
             labels = {name: HYPERPARAMETERS[name].label for name in changed}
             if self.noise_variance is not None and "noise_scale" in changed:
@@ -469,6 +440,14 @@ class Posterior:
             new = new.replaced(history=history)
         new.warn_if_void(self)
         return new
+
+    def _of_weight_prior(self: Self, prior: WeightPrior) -> Self:
+        """This posterior with another prior of single weights, without what was found under the one before."""
+        if self.keeps_promises:
+            self._warn_of_void()
+        note = {"prior of each weight": "given, times the prior precision"}
+        history = replace(self.history.noted(fit=note), promises=None, faithful=None)
+        return self.replaced(weight_prior=prior, history=history)
 
     def at(self: Self, settings: Hyperparameters) -> Self:
         """This posterior at these settings, for searches: nobody chose them, so that nothing is recorded.
@@ -490,6 +469,16 @@ class Posterior:
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
         return self.settings.layer_prior(layer)
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The parameters with a posterior, in the order of ``model.parameters()``: the order of all weights side by
+        side.
+        """
+        own = [name for layer in self.layers.values() for name in layer.parameter_names]
+        model = [] if self.model is None else [name for name, _ in self.model.named_parameters()]
+        places = {name: place for place, name in enumerate(model)}
+        return sorted(own, key=lambda name: places.get(name, len(model)))
 
     @property
     def has_free_prior_precision(self) -> bool:
@@ -572,10 +561,15 @@ class Posterior:
         if promises is None or promises is not before.history.promises:
             return
         if before.keeps_promises and self._basis_of_promises() != before._basis_of_promises():
-            warn_user(
-                f"The promises by {promises.samples:,} held-out samples were made for other hyperparameters and no "
-                f"longer hold; calibrate again: posterior = uq.calibrate(posterior, val_loader)."
-            )
+            self._warn_of_void()
+
+    def _warn_of_void(self) -> None:
+        promises = self.history.promises
+        assert promises is not None
+        warn_user(
+            f"The promises by {promises.samples:,} held-out samples were made for other hyperparameters and no longer "
+            f"hold; calibrate again: posterior = uq.calibrate(posterior, val_loader)."
+        )
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do.

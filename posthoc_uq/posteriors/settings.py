@@ -1,9 +1,9 @@
-"""The hyperparameters of a posterior, and what the fit saw of the data."""
+"""The hyperparameters of a posterior, the prior of single weights, and what the fit saw of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import log
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -11,11 +11,12 @@ from annotated_types import Ge, Le
 from pydantic import Discriminator, Field, Tag
 from torch import Tensor
 
-from posthoc_uq.core.devices import host_double
+from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
 from posthoc_uq.core.records import Name, Record
 from posthoc_uq.core.registry import Later, Registry
+from posthoc_uq.layers.layer import Layer
 
 Entry = TypeVar("Entry")
 
@@ -269,3 +270,48 @@ def get_width(settings: Hyperparameters, name: str) -> float:
     value: Any = getattr(settings, name)
     values = host_double(list(value.values()) if isinstance(value, dict) else [value])
     return float(values.log().mean().exp())
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPrior:
+    """The prior of single weights, ``N(mu_i, 1 / (tau r_i))`` with the posterior's prior precision tau.
+
+    ``r`` is 1 and ``mu`` is 0 unless a fit was given others. The covariance of a Laplace posterior depends on ``tau r``
+    alone, and its log marginal likelihood on ``mu``, too (MacKay 1992).
+
+    Attributes:
+        precision: ``r`` of every parameter of the layers by name, positive; empty where all are 1.
+        mean: ``mu``: one number, or a tensor of every parameter of the layers by name.
+    """
+
+    precision: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    mean: float | Mapping[str, Tensor] = 0.0
+
+    def sums(
+        self, layer: Layer, weights: Mapping[str, Tensor], chosen: Tensor | None
+    ) -> tuple[int, float, float]:
+        """How many weights a layer has, ``sum log r_i``, and ``sum r_i (theta_i - mu_i)^2``.
+
+        Args:
+            layer: whose weights.
+            weights: theta, parameters by name.
+            chosen: which are uncertain, ``(groups, outputs, inputs)``; None for all.
+        """
+        moved: dict[str, Tensor] = {}
+        for name in layer.parameter_names:
+            wide = as_double(weights[name].detach())
+            mean = self.mean[name].to(wide) if isinstance(self.mean, Mapping) else self.mean
+            moved[name] = wide - mean
+        matrix = layer_matrix(layer, moved)
+        matrix = matrix if chosen is None else matrix[chosen.to(matrix.device)]
+        if not self.precision:
+            return matrix.numel(), 0.0, float(matrix.square().sum())
+        ratios = layer_matrix(layer, self.precision).to(matrix)
+        ratios = ratios if chosen is None else ratios[chosen.to(ratios.device)]
+        return matrix.numel(), float(ratios.log().sum()), float((ratios * matrix.square()).sum())
+
+
+def layer_matrix(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A layer's parameters by name as its matrix ``(groups, outputs, inputs)``, detached."""
+    bias = None if layer.bias is None else parameters[layer.bias].detach()
+    return layer.to_matrix(parameters[layer.weight].detach(), bias)
