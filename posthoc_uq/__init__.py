@@ -96,6 +96,9 @@ if TYPE_CHECKING:
         Heteroscedastic as Heteroscedastic,
     )
     from posthoc_uq.likelihoods import (
+        Joint as Joint,
+    )
+    from posthoc_uq.likelihoods import (
         Likelihood as Likelihood,
     )
     from posthoc_uq.likelihoods import (

@@ -15,8 +15,8 @@ _OF_MODULES = {
     "posthoc_uq.fitting.wrap": "wrap",
     "posthoc_uq.heads": "Predictor Referral register_head",
     "posthoc_uq.likelihoods": (
-        "Bernoulli Categorical ClassPrediction Gamma Gaussian Heteroscedastic Likelihood Multilabel NegativeBinomial "
-        "Ordinal Poisson Prediction RegressionPrediction Survival sequence_scores"
+        "Bernoulli Categorical ClassPrediction Gamma Gaussian Heteroscedastic Joint Likelihood Multilabel "
+        "NegativeBinomial Ordinal Poisson Prediction RegressionPrediction Survival sequence_scores"
     ),
     "posthoc_uq.methods": "EFB INF KFAC Dense Diagonal Method Subnetwork register_method",
     "posthoc_uq.posteriors": "Posterior",

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
-from posthoc_uq.core.devices import to_device_async
+from posthoc_uq.core.devices import to_device_async, widest_dtype
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory, warn_user
 from posthoc_uq.core.graphs import (
@@ -40,7 +40,15 @@ from posthoc_uq.core.graphs import (
 )
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
 from posthoc_uq.core.options import Natural, Options
-from posthoc_uq.core.outputs import Output, chosen_in, form_of, output_tensor
+from posthoc_uq.core.outputs import (
+    Output,
+    OutputChoice,
+    chosen_in,
+    form_of,
+    joined_targets,
+    output_tensor,
+    parts_by_name,
+)
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, present_state, sample_keys
 from posthoc_uq.core.records import Record, among
@@ -318,6 +326,7 @@ class BatchReader(Options):
         names: of the model's arguments; None where it takes any, or they are not known.
         needed: of them, those without a default.
         output: the name of the part of what the model returns that its outputs are, by which targets are found, too.
+        heads: the names of several heads, each with targets of its own.
         decoder_inputs: from labels to the inputs of the model's decoder; None where it has none.
         skips_missing: whether samples whose targets are all NaN are left out.
     """
@@ -332,6 +341,7 @@ class BatchReader(Options):
     output: str | None = None
     decoder_inputs: BatchFunction | None = None
     skips_missing: bool = False
+    heads: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -342,7 +352,7 @@ class BatchReader(Options):
         batch_to_weights: BatchFunction | None = None,
         *,
         device: torch.device | None = None,
-        output: Output | None = None,
+        output: Output | OutputChoice | None = None,
         skips_missing: bool = False,
     ) -> BatchReader:
         """A reader for a model: with its device, unless another is given, its number type, its arguments, and the
@@ -353,7 +363,7 @@ class BatchReader(Options):
         decoder_inputs = None
         if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
             decoder_inputs = getattr(unwrap(model), "prepare_decoder_input_ids_from_labels", None)
-        choice = chosen_in(model)
+        choice = chosen_in(model) or (output if isinstance(output, OutputChoice) else None)
         part = output if choice is None else choice.part
         arguments, needed = arguments_of(model), list[str]()
         for name, argument in (arguments or {}).items():
@@ -368,6 +378,7 @@ class BatchReader(Options):
             part if isinstance(part, str) else None,
             decoder_inputs,
             skips_missing,
+            () if choice is None else tuple(choice.heads or ()),
         )
 
     def read_all(self, batch: Any) -> list[Batch]:
@@ -414,7 +425,9 @@ class BatchReader(Options):
             inputs = with_tensors(inputs, self.dtype)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
-        if isinstance(targets, Mapping):
+        if self.heads:
+            targets = self._targets_of_heads(targets)
+        elif isinstance(targets, Mapping):
             targets = self._target_of(cast(Mapping[str, Any], targets))
         targets = None if targets is None else as_targets(targets)
         weights = None if self.batch_to_weights is None else checked_weights(self.batch_to_weights(batch))
@@ -448,6 +461,9 @@ class BatchReader(Options):
             return batch, next((batch[name] for name in TARGET_NAMES if name in batch.keys()), None)  # noqa: SIM118
         if isinstance(batch, Mapping):
             named = dict(cast(Mapping[str, Any], batch))
+            if self.heads and set(self.heads) <= set(named):
+                targets = {name: named.pop(name) for name in self.heads}
+                return self._inputs_of(named), targets
             targets = next((named.pop(name) for name in TARGET_NAMES if name in named), None)
             return self._inputs_of(named), targets
         if isinstance(batch, (tuple, list)):
@@ -457,6 +473,9 @@ class BatchReader(Options):
             if len(parts) == 1:
                 return parts[0], None
             weighted, needed = self.batch_to_weights is not None, max(1, len(self.needed))
+            if self.heads and len(parts) in (needed + len(self.heads), needed + len(self.heads) + weighted):
+                of_heads = parts[needed : needed + len(self.heads)]
+                return (parts[0] if needed == 1 else tuple(parts[:needed])), tuple(of_heads)
             if len(parts) - 1 in (needed, needed + weighted):  # what batch_to_weights takes may be the last
                 return (parts[0] if needed == 1 else tuple(parts[:needed])), parts[needed]
             if len(parts) == 2 or (len(parts) == 3 and weighted):
@@ -528,6 +547,32 @@ class BatchReader(Options):
             f"The targets are a mapping of {list(targets)}{known}; give them the name of the model's output "
             f"(output=...), or choose one with batch_to_targets=lambda batch: ...."
         )
+
+    def _targets_of_heads(self, targets: Any) -> Tensor | None:
+        """The targets of all heads as one tensor, see `joined_targets`; a tensor stays as it is, to be refused where
+        targets count.
+
+        Raises:
+            PosthocUQError: they are not those of the heads, or not of as many samples.
+        """
+        if targets is None or isinstance(targets, Tensor):
+            return targets
+        found = parts_by_name(targets, self.heads)
+        if found is None:
+            kind = (
+                list(cast(Mapping[Any, Any], targets)) if isinstance(targets, Mapping) else form_of(targets)
+            )
+            raise PosthocUQError(
+                f"The targets are {kind}, and there are the heads {list(self.heads)}: give a mapping with these names, "
+                f"or a tuple in this order; batch_to_targets=lambda batch: ... makes one of any other batch."
+            )
+        parts = [as_targets(part) for part in found.values()]
+        if len({part.shape[:1] for part in parts}) > 1 or parts[0].ndim == 0:
+            shapes = {name: tuple(part.shape) for name, part in zip(found, parts, strict=True)}
+            raise PosthocUQError(
+                f"The targets of every head must have one row a sample; they are of {shapes}."
+            )
+        return joined_targets(parts, widest_dtype(self.device))
 
     def _move(self, value: Any) -> Any:
         if is_graph(value):

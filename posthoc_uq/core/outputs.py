@@ -1,4 +1,5 @@
-"""Which part of what a model returns its outputs are: the tensor of logits or means, one row a sample.
+"""Which part of what a model returns its outputs are: the tensor of logits or means, one row a sample; or which parts,
+of several heads, whose numbers are then side by side.
 
 A model may return a tuple, a dictionary, a dataclass or an object with attributes. An `OutputChoice` says which part.
 `with_choice` makes a view of the model, on the same parameters, buffers and modules, whose calls return that part
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, cast
 
+import torch
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 from torch import Tensor, nn
 
@@ -27,7 +29,9 @@ Output = str | int | Callable[[Any], Tensor]
 NAMES = ("logits", "out", "sample")
 """Names that a part is recognised by: those of Hugging Face transformers, torchvision's segmentation, diffusers."""
 
+MAX_HEADS = 64  # of a model, each with outputs and targets of its own
 _MAX_NAME = 200  # characters of a function's name
+_MISSING = object()
 
 _DETECTOR = (
     "A posterior needs one tensor with a row a sample, which a detector's lists of boxes are not; fit the class logits "
@@ -48,46 +52,88 @@ def _name_of(function: Any) -> str:
 
 
 class OutputChoice(Record):
-    """Which part of what a model returns is its outputs: that of a name, of an index, or a function of it.
+    """Which part of what a model returns is its outputs: that of a name, of an index, or a function of it; and of
+    several heads, which parts of that.
 
     Attributes:
         name: a key or an attribute's name.
         index: in a sequence.
         function: of what the model returns. A file keeps only its name; see `choice_of`.
         guessed: whether the part was found without being asked for.
+        heads: the names of several heads, whose outputs are put side by side; see `parts_by_name`.
     """
 
     name: Name | None = None
     index: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     function: Annotated[Any, AfterValidator(_check_function), PlainSerializer(_name_of)] = None
     guessed: bool
+    heads: Annotated[list[Name], Field(min_length=1, max_length=MAX_HEADS)] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> OutputChoice:
-        if [self.name, self.index, self.function].count(None) != 2:
-            raise ValueError("must have one of name, index and function")
+        missing = [self.name, self.index, self.function].count(None)
+        if missing != 2 and not (missing == 3 and self.heads):
+            raise ValueError("must have one of name, index and function, or heads")
         return self
 
     @classmethod
-    def of_part(cls, part: Output, guessed: bool = False) -> OutputChoice:
-        """The choice of a part, as `checked_output` gives it."""
+    def of_part(
+        cls, part: Output | None, guessed: bool = False, heads: Sequence[str] | None = None
+    ) -> OutputChoice:
+        """The choice of a part, as `checked_output` gives it, and of the heads in it."""
         kind = "function" if callable(part) else "index" if isinstance(part, int) else "name"
         values: dict[str, Any] = {kind: part, "guessed": guessed}
+        if heads is not None:
+            values["heads"] = [*heads]
         return cls.model_construct(**values)
 
     @property
-    def part(self) -> Output:
-        """The key or an attribute's name, the index, or the function."""
-        return next(part for part in (self.name, self.index, self.function) if part is not None)
+    def part(self) -> Output | None:
+        """The key or an attribute's name, the index, or the function; None for all that the model returns."""
+        return next((part for part in (self.name, self.index, self.function) if part is not None), None)
+
+    def _chosen(self, value: Any) -> Any:
+        part = self.part
+        if part is None:
+            return value
+        return part(value) if callable(part) else _part(value, part)
+
+    def by_head(self, value: Any) -> dict[str, Tensor]:
+        """The outputs of every head in what a model returned.
+
+        Raises:
+            PosthocUQError: there are none of these names, nor as many as heads; or one is no tensor of numbers that can
+                be differentiated with a row a sample.
+        """
+        heads, chosen = self.heads or [], self._chosen(value)
+        found = parts_by_name(chosen, heads)
+        if found is None:
+            raise PosthocUQError(
+                f"The model returns {described_value(chosen)}, and the likelihood has the heads {heads}: it must be a "
+                f"mapping or an object with these names, or a tuple of them in this order; say how to get there with "
+                f"output=lambda returned: dict(...)."
+            )
+        for name, part in found.items():
+            if not _is_candidate(part, None):
+                raise PosthocUQError(
+                    f"Head {name!r} of what the model returns is {form_of(part)}, and outputs are a tensor of "
+                    f"floating-point numbers with a row a sample; say how it is made with output=lambda returned: "
+                    f"dict(...)."
+                )
+        if len({len(part) for part in found.values()}) > 1:
+            shapes = {name: tuple(part.shape) for name, part in found.items()}
+            raise PosthocUQError(f"Every head must have one row a sample; they are of the shapes {shapes}.")
+        return found
 
     def of(self, value: Any) -> Tensor:
-        """The outputs in what a model returned.
+        """The outputs in what a model returned; those of several heads side by side, ``(samples, numbers)``.
 
         Raises:
             PosthocUQError: there is no such part, or it is no tensor of numbers that can be differentiated.
         """
-        part = self.part
-        chosen = part(value) if callable(part) else _part(value, part)
+        if self.heads:
+            return side_by_side([*self.by_head(value).values()])
+        chosen = self._chosen(value)
         if not isinstance(chosen, Tensor) or not chosen.is_floating_point():
             what = (
                 f"a {type(chosen).__name__}" if not isinstance(chosen, Tensor) else f"a {chosen.dtype} tensor"
@@ -99,7 +145,11 @@ class OutputChoice(Record):
         return chosen
 
     def __str__(self) -> str:
-        return repr(self.part) if self.function is None else _name_of(self.function)
+        heads = f"the heads {', '.join(self.heads)}" if self.heads else ""
+        if self.part is None:
+            return heads
+        part = repr(self.part) if self.function is None else _name_of(self.function)
+        return f"{heads} of {part}" if heads else part
 
 
 def checked_output(output: Any) -> Any:
@@ -297,3 +347,45 @@ def form_of(value: Any) -> str:
     parts = cast("list[Any]", value) if isinstance(value, (list, tuple)) else []
     tensors = bool(parts) and all(isinstance(part, Tensor) for part in parts)
     return f"a {type(value).__name__}" + (f" of {len(parts)} tensors" if tensors else "")
+
+
+# Several heads: what belongs to each. All that comes after sees one tensor with a row a sample.
+
+
+def parts_by_name(value: Any, names: Sequence[str]) -> dict[str, Any] | None:
+    """The parts of these names: entries of a mapping, attributes of an object, or those of a tuple or a list of as many
+    parts, in order. None where there are others.
+    """
+    if isinstance(value, Tensor) or value is None:
+        return None
+    if isinstance(value, Mapping):
+        found = [cast(Mapping[Any, Any], value).get(name, _MISSING) for name in names]
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and not _has_names(value, names):
+        found = (
+            list(cast(Sequence[Any], value)) if len(cast(Sequence[Any], value)) == len(names) else [_MISSING]
+        )
+    else:
+        found = [getattr(value, name, _MISSING) for name in names]
+    return None if any(part is _MISSING for part in found) else dict(zip(names, found, strict=True))
+
+
+def _has_names(value: Any, names: Sequence[str]) -> bool:
+    """Whether a tuple has all of these attributes, as a named one."""
+    return all(hasattr(value, name) for name in names)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors ``(samples, ...)`` as one, ``(samples, numbers)``."""
+    return torch.cat([part.flatten(1) if part.ndim > 1 else part.unsqueeze(1) for part in parts], 1)
+
+
+def joined_targets(parts: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Targets of all heads as one tensor, ``(samples, heads + numbers)``: at first how many numbers each head has.
+
+    Args:
+        parts: by head, ``(samples, ...)``.
+        dtype: which holds labels and values alike.
+    """
+    rows = side_by_side([part.to(dtype) for part in parts])
+    widths = rows.new_tensor([part[0].numel() if len(part) else 0 for part in parts])
+    return torch.cat([widths.expand(len(rows), -1), rows], 1)

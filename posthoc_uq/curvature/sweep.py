@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import isfinite, isnan, nan
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
 from annotated_types import Ge, Lt
@@ -39,6 +39,9 @@ from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.layers.sample_gradients import numbers_of
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
+
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.joint import Joint
 
 WORD = 1 << 64
 Word = Annotated[int, Ge(0), Lt(WORD)]
@@ -632,10 +635,21 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
 
 
 def squared_residuals(
-    likelihood: Gaussian, capture: Capture, loader: Iterable[Any], reader: BatchReader, progress: bool
+    likelihood: Gaussian | Joint,
+    capture: Capture,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    progress: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
     weights of its targets (their number where there are none), by a forward pass over the data; None without targets.
+
+    Args:
+        likelihood: a regression, or several heads of which some are one.
+        capture: of the model.
+        loader: of the data.
+        reader: of its batches.
+        progress: whether to show a bar.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs.

@@ -33,7 +33,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
-from posthoc_uq.core.outputs import Output, OutputChoice, output_tensor
+from posthoc_uq.core.outputs import OutputChoice, output_tensor
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
@@ -270,7 +270,7 @@ def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
         return _Row(
             name or model.head,
             model,
-            BatchReader.of(model.model, device=model.device, output=_part(model.output_choice)),
+            BatchReader.of(model.model, device=model.device, output=model.output_choice),
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
@@ -283,7 +283,7 @@ def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
                 output = choice.of(output)
             return plain.prediction(output)
 
-        return _Row(name or "model", predict, BatchReader.of(twin, output=_part(plain.choice)))
+        return _Row(name or "model", predict, BatchReader.of(twin, output=plain.choice))
     if callable(model):
         return _Row(
             name or "function",
@@ -294,10 +294,6 @@ def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
         f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
         f"{type(model).__name__}."
     )
-
-
-def _part(choice: OutputChoice | None) -> Output | None:
-    return None if choice is None else choice.part
 
 
 # The few images worth a look, kept while the batches pass, so that no data set is kept in memory.

@@ -43,6 +43,7 @@ from posthoc_uq.files.tensors import (
 from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, likelihood_from_attributes, likelihood_to_attributes
 from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.registry import IN_FILES, class_of
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.history import (
@@ -180,9 +181,17 @@ def _check_likelihood(values: dict[str, Any]) -> dict[str, Any]:
         OwnLikelihoodRecord.model_validate(values)
         return values
     name = values.get("name")
-    if not isinstance(name, str) or name not in LIKELIHOODS:
-        raise ValueError(f"has the name {name!r:.60}, which is none of {tuple(LIKELIHOODS)}")
-    LIKELIHOODS[name].fields.model_validate({key: value for key, value in values.items() if key != "name"})
+    kind = class_of(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"has the name {name!r:.60}, which is none of {(*LIKELIHOODS, *IN_FILES)}")
+    kind.fields.model_validate({key: value for key, value in values.items() if key != "name"})
+    heads: dict[str, dict[str, Any]] = values["heads"] if name in IN_FILES else {}
+    if any(head.get("name") in IN_FILES for head in heads.values()):
+        raise ValueError("has heads in a head")
+    for head in heads.values():
+        _check_likelihood(head)
+    if any("class" in head for head in heads.values()):
+        return values
     try:
         likelihood_from_attributes(values)
     except PosthocUQError as error:
@@ -384,7 +393,8 @@ class Description(Record):
             raise ValueError(
                 f"has {evidence.present:g} targets that are there, of {evidence.targets} at most"
             )
-        if "class" in self.likelihood:
+        heads: dict[str, Any] = self.likelihood.get("heads", {}) if "class" not in self.likelihood else {}
+        if "class" in self.likelihood or any("class" in head for head in heads.values()):
             return self  # a user's likelihood, of which the file has too little
         likelihood = likelihood_from_attributes(self.likelihood)
         if likelihood.noise_variance is None and (evidence.targets or evidence.squared_residuals):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,9 @@ from posthoc_uq.posteriors.history import HeadRecord
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import HEADS
 
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.joint import Joint
+
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
@@ -159,7 +162,8 @@ def fit(
         val_loader: held-out batches; the fit then ends with `calibrate(posterior, val_loader)`, or a training with the
             weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"ordinal"``, ``"regression"``,
-            ``"heteroscedastic"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, or a `Likelihood`.
+            ``"heteroscedastic"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, or a `Likelihood`; of several
+            heads `uq.Joint`.
         noise_variance: of a regression, in squared units of the targets, one number or one an output; by default the
             mean squared residual of the training data (1 without targets, with a warning).
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
@@ -329,6 +333,9 @@ def _plan(
         check_selection(layers)
     resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
     finds_noise = isinstance(resolved, Gaussian) and resolved.finds_noise
+    heads = tuple(resolved.head_likelihoods)
+    if heads:
+        finds_noise = bool(cast("Joint", resolved).finds_noise)
     free = method is None and not options and layers is None
     chosen, weight_mean = _method_with_options(
         _USUAL if method is None else method, options, layers, prior_mean
@@ -351,6 +358,7 @@ def _plan(
     reader = BatchReader.of(
         network, *batch_functions, output=output, skips_missing=resolved.missing == "ignore"
     )
+    reader = replace(reader, heads=heads) if heads else reader
     if reader.batch_to_weights is not None:
         chosen.check_weights()
     check_differentiable(network)
@@ -496,7 +504,11 @@ def proved_task(plan: TaskPlan, method: Method) -> Task:
         readings = Readings(plan.loader, contents=not method.trains)
         batch = readings.first(reader).kept()  # which is run several times
         with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
-            view = with_choice(model, _choice(model, batch, plan.output))
+            if likelihood.head_likelihoods and chosen_in(model) is None:
+                choice, likelihood = _heads(model, batch, cast("Joint", likelihood), plan.output)
+            else:
+                choice = _choice(model, batch, plan.output)
+            view = with_choice(model, choice)
             chooses = isinstance(plan, FitPlan) and plan.chooses_layers
             prepared = prepare(
                 view,
@@ -537,6 +549,27 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoi
 
     part, returned = on_few_samples(run, batch, PROBE_SAMPLES)
     return guessed_choice(returned, count_samples(part))
+
+
+def _heads(
+    model: nn.Module, batch: Batch, likelihood: Joint, output: Output | None
+) -> tuple[OutputChoice, Likelihood]:
+    """Where the outputs of several heads are in what the model returns, and their likelihood, which knows their shapes.
+
+    Raises:
+        PosthocUQError: a head is not there, or does not fit.
+    """
+    choice = OutputChoice.of_part(output, heads=[*likelihood.head_likelihoods])
+
+    def run(part: Batch) -> dict[str, Tensor]:
+        twin = replicate(model)
+        for parameter in twin.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        with torch.enable_grad():
+            return choice.by_head(part.copied().call_any(twin))
+
+    part, outputs = on_few_samples(run, batch, PROBE_SAMPLES)
+    return choice, likelihood.of_outputs(outputs, part.targets)
 
 
 def _of_shapes(model: nn.Module, batch: Batch, likelihood: Likelihood) -> Likelihood:
@@ -645,7 +678,7 @@ def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
     plan, residuals = task.plan, None
     with on_all_ranks("the sweep for the noise variance"), isolated_random_state(plan.seed):
         if task.batch.targets is not None:  # else known without a reading, which a stream would not give back
-            likelihood = cast(Gaussian, task.likelihood)
+            likelihood = cast("Gaussian | Joint", task.likelihood)
             residuals = squared_residuals(
                 likelihood, task.prepared.capture, task.loader, plan.reader, plan.progress
             )
@@ -686,7 +719,7 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
         facts["prior of each weight"] = "given, times the prior precision"
     if mean is not None:
         facts["prior mean"] = float(mean) if isinstance(mean, (int, float)) else "given"
-    if posterior.likelihood.noise_variance is not None:
+    if posterior.likelihood.noise_variance is not None or plan.finds_noise:
         tuning.setdefault("noise variance", noise_origin)
     choice = chosen_in(task.model)
     history = replace(
@@ -757,6 +790,7 @@ def _leaves_out_unasked(plan: FitPlan, task: Task) -> bool:
     )
     default = default and plan.weight_precisions is None and plan.reader.batch_to_weights is None
     given = plan.likelihood.noise_variance is not None and not plan.finds_noise
+    given = given or bool(plan.likelihood.head_likelihoods)  # it is of one head
     once = isinstance(plan.loader, Iterator)
     if plan.method.trains or not default or given or once or world() > 1:
         return False

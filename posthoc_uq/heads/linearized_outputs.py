@@ -36,6 +36,7 @@ TOP = 10  # classes that "topk" takes
 ONE_POSITION = Layout(class_dim=-1)
 """The layout of outputs ``(samples, outputs)``."""
 _COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
+_COVARIANCE_HEADS = 256  # the same of several heads, which have no other form
 _MAX_SPREAD = 2**18  # logits whose covariance is reduced to its leading directions at once
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 _COMPARED_POSITIONS = 256  # positions at which a layer's outputs are compared with the model's
@@ -95,7 +96,8 @@ class ChosenOutputs:
         """Whether the link gets the full covariance of `size` outputs. Of many rows, such as an image's pixels, it
         would be large, and only the bridge cannot do without.
         """
-        fits = self.likelihood.joint and size <= _COVARIANCE_CLASSES and self.number(size) is None
+        most = _COVARIANCE_HEADS if self.likelihood.head_likelihoods else _COVARIANCE_CLASSES
+        fits = self.likelihood.joint and size <= most and self.number(size) is None
         return fits and (not many_rows or self.link == "bridge")
 
     @property

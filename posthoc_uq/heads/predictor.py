@@ -64,6 +64,7 @@ from posthoc_uq.posteriors.settings import SettingsRecord
 
 if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features
+    from posthoc_uq.likelihoods.joint import Joint
     from posthoc_uq.likelihoods.likelihood import Likelihood
 
 
@@ -84,7 +85,10 @@ def scaled_logits(
     if posterior.class_scale:
         outputs = outputs * _by_class(posterior.class_scale, outputs, posterior, draws)
     divisor = posterior.temperature if temperature is None else temperature
-    outputs = outputs if divisor == 1.0 else outputs / divisor
+    if divisor != 1.0 and posterior.likelihood.head_likelihoods:
+        outputs = outputs / cast("Joint", posterior.likelihood).divisors(divisor, outputs)
+    elif divisor != 1.0:
+        outputs = outputs / divisor
     if posterior.class_shift:
         outputs = outputs + _by_class(posterior.class_shift, outputs, posterior, draws)
     return outputs
@@ -97,6 +101,9 @@ def scaled_gaussian(
     if not posterior.likelihood.logits:
         return outputs
     divisor = posterior.temperature if temperature is None else temperature
+    if divisor != 1.0 and posterior.likelihood.head_likelihoods:
+        factors = cast("Joint", posterior.likelihood).divisors(divisor, outputs.mean).reciprocal()
+        return outputs.by_class(factors, factors)
     outputs = outputs if divisor == 1.0 else outputs.over(divisor)
     if posterior.class_scale:
         factors = _by_class(posterior.class_scale, outputs.mean, posterior)
@@ -183,7 +190,7 @@ def check_finite(
         if tensor.is_floating_point() and tensor.numel():
             low, high = tensor.aminmax()
             most.append(high)
-            if name not in _MASKED:
+            if name.rpartition(".")[2] not in _MASKED:
                 least.append(low)
     ends: list[float] = torch.stack([*most, *least]).tolist() if most else []
     if all(end < math.inf for end in ends) and all(end > -math.inf for end in ends[len(most) :]):
@@ -217,7 +224,8 @@ def promise_keys(batch: Batch, samples: int, seed: int) -> Tensor:
 def _valid_rows(name: str, tensor: Tensor) -> Tensor:
     """``(samples,)``: whether all numbers of a sample are finite, or may be minus infinity."""
     rows = tensor.reshape(len(tensor), -1)
-    return (~(rows.isnan() | rows.isposinf()) if name in _MASKED else torch.isfinite(rows)).all(1)
+    masked = name.rpartition(".")[2] in _MASKED  # of several heads it begins with that of the head
+    return (~(rows.isnan() | rows.isposinf()) if masked else torch.isfinite(rows)).all(1)
 
 
 def _or_new(generator: torch.Generator | None) -> torch.Generator:
@@ -694,6 +702,11 @@ class Predictor(nn.Module, ABC):
         generator, posterior = _or_new(generator), self.posterior
         functions = self.functional_samples(*args, n_samples=n_samples, generator=generator, **kwargs)
         functions, likelihood = scaled_logits(functions, posterior, draws=True), posterior.observation
+        if likelihood.head_likelihoods and not targets:
+            raise PosthocUQError(
+                "Means of several heads are no one tensor: take predictor.functional_samples(x), whose outputs have "
+                "those of all heads side by side, or predictive_samples(x, targets=True)."
+            )
         if not targets:
             predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
             return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         HeteroscedasticPrediction,
         RegressionPrediction,
     )
+    from posthoc_uq.likelihoods.joint import Joint, JointPrediction
     from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
     from posthoc_uq.likelihoods.mixture import GaussianMixturePrediction
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
@@ -42,6 +43,8 @@ __all__ = [
     "GaussianMixturePrediction",
     "Heteroscedastic",
     "HeteroscedasticPrediction",
+    "Joint",
+    "JointPrediction",
     "Likelihood",
     "Multilabel",
     "MultilabelPrediction",
@@ -66,6 +69,7 @@ OFFERED = {
     "classes": "Categorical",
     "counts": "Gamma NegativeBinomial Poisson",
     "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
+    "joint": "Joint JointPrediction",
     "likelihood": "DrawnPrediction Fisher Likelihood",
     "ordinal": "Ordinal OrdinalPrediction",
     "survival": "Survival SurvivalPrediction",

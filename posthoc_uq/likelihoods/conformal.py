@@ -21,6 +21,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
+from posthoc_uq.core.outputs import MAX_HEADS
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
 from posthoc_uq.likelihoods.selective import SCORES, Tail, binomial_p_value, joint_surprise
@@ -424,6 +425,7 @@ class ConformalScores(InputScores):
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
             score whose predicted class is wrong.
         counted: of outputs with positions, `inputs` and `tails` by the positions that labels and weights left in.
+        heads: of several heads, the scores of each by its name.
     """
 
     samples: Count
@@ -436,6 +438,7 @@ class ConformalScores(InputScores):
     targets: HeldOutTargets | None = None
     wrong: dict[Name, Annotated[Tensor, Listed(list[Natural], torch.int64)]] | None = None
     counted: InputScores | None = None
+    heads: Annotated[dict[Name, ConformalScores], Field(max_length=MAX_HEADS)] | None = None
 
     @model_validator(mode="after")
     def _check_wrong(self) -> ConformalScores:
@@ -447,6 +450,9 @@ class ConformalScores(InputScores):
                 raise ValueError("has counts of wrong predictions that do not ascend to its samples at most")
         if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
             raise ValueError("must have the same scores of inputs by the positions that counted")
+        for scores in (self.heads or {}).values():
+            if scores.heads is not None or (scores.head, scores.valid_at) != (self.head, self.valid_at):
+                raise ValueError("must have scores of heads that were measured like its own")
         return self
 
     def __repr__(self) -> str:
@@ -475,6 +481,8 @@ class ConformalScores(InputScores):
     @property
     def randomised(self) -> bool:
         """Whether sets depend on a random number of each input."""
+        if self.heads is not None:
+            return any(scores.kind in ("aps", "raps") for scores in self.heads.values())
         return self.kind in ("aps", "raps")
 
     def sets(self, probs: Tensor, level: float, allow_empty: bool, keys: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from inspect import signature
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -79,6 +80,7 @@ class Likelihood:
         has_noise: whether there is a noise, or dispersion, that `at_noise_scale` scales.
         missing: ``"ignore"`` where NaN stands for a target that is not there. Of several targets a sample the others
             count; a sample without any is left out as it is read.
+        head_likelihoods: of several heads (`posthoc_uq.likelihoods.joint`), by name; else empty.
     """
 
     name: str = ""
@@ -90,6 +92,7 @@ class Likelihood:
     links: ClassVar[tuple[str, ...]] = ("mc",)
     fields: ClassVar[type[Record]] = Record
     noise_variance: Tensor | None = None
+    head_likelihoods: Mapping[str, Likelihood] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -29,6 +29,8 @@ LIKELIHOODS: Registry[type[Likelihood]] = Registry(
     }
 )
 """The likelihoods of this package, by the name that `fit` takes."""
+IN_FILES: Registry[type[Likelihood]] = Registry({"joint": Later("posthoc_uq.likelihoods.joint", "Joint")})
+"""Those that a file may have besides, which need arguments."""
 
 
 def resolve_likelihood(
@@ -46,15 +48,24 @@ def resolve_likelihood(
     if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
         raise PosthocUQError(f"likelihood is a class; make an object of it: {likelihood.__name__}().")
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
+        several = isinstance(likelihood, Mapping) or likelihood in IN_FILES
+        hint = (
+            " Of several heads it is uq.Joint(label='classification', value='regression')." if several else ""
+        )
         raise PosthocUQError(
             f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."
-            f"{did_you_mean(likelihood, LIKELIHOODS)}"
+            f"{hint or did_you_mean(likelihood, LIKELIHOODS)}"
         )
     if likelihood == Gaussian.name:
         return Gaussian(noise_variance)
     if noise_variance is not None:
         raise PosthocUQError(f"noise_variance belongs to likelihood='regression', not to {likelihood!r}.")
     return LIKELIHOODS[likelihood]()
+
+
+def class_of(name: str) -> type[Likelihood] | None:
+    """The class of this package's likelihood that a file calls so; None where there is none."""
+    return LIKELIHOODS[name] if name in LIKELIHOODS else IN_FILES.get(name)
 
 
 def likelihood_to_attributes(likelihood: Likelihood) -> dict[str, Any]:
@@ -64,7 +75,7 @@ def likelihood_to_attributes(likelihood: Likelihood) -> dict[str, Any]:
         PosthocUQError: an attribute is not a plain value.
     """
     attributes = likelihood.attributes()
-    if LIKELIHOODS.get(likelihood.name) is type(likelihood):
+    if class_of(likelihood.name) is type(likelihood):
         return attributes
     kind = type(likelihood)
     return {
@@ -85,6 +96,9 @@ def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood
     Raises:
         PosthocUQError: the class is the user's and no object is given, or `given` is another likelihood.
     """
+    if given is not None and given.head_likelihoods and description["name"] in IN_FILES:
+        several: Any = type(given)
+        return several.restore(description, given)
     if given is not None:
         _check_same(description, given)
         return given
@@ -94,7 +108,9 @@ def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood
             f"imported because a file names it; pass an object of that class: "
             f"uq.load(path, model, likelihood={description['class'].rpartition(':')[2].rpartition('.')[2]}(...))."
         )
-    return LIKELIHOODS[str(description["name"])].restore(description)
+    kind = class_of(str(description["name"]))
+    assert kind is not None  # `posthoc_uq.files.records` looked
+    return kind.restore(description)
 
 
 def _check_same(description: Mapping[str, Any], given: Likelihood) -> None:

@@ -913,6 +913,8 @@ class Posterior:
             "bytes stored": sum(block.bytes() for block in blocks.values()),
             **self.reported(),
         }
+        if heads := self.likelihood.head_likelihoods:
+            summary["likelihoods of the heads"] = ", ".join(f"{name} {h.name}" for name, h in heads.items())
         if self.features is not None:
             summary["novelty"] = described_novelty(self.features)
         if self.noise_variance is not None:

@@ -217,6 +217,8 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
 
 def described_output(output: OutputChoice) -> str:
     """Which part of what the model returns its outputs are, in words."""
+    if output.heads:
+        return f"{output} of what the model returns"
     if output.function is not None:
         return f"{output}(...) of what the model returns"
     part = f"[{output}]" if output.name is None else str(output)

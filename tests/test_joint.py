@@ -1,0 +1,381 @@
+"""Several heads in one posterior, against dense matrices by autograd over all heads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networks import inputs_of
+from storage_helpers import edit_state
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+
+import posthoc_uq as uq
+from posthoc_uq.likelihoods import JointPrediction
+
+SAMPLES, TAU, NOISE = 30, 2.0, 0.3
+LIKELIHOOD = uq.Joint(label="classification", value=uq.Gaussian(NOISE))
+
+
+class Two(nn.Module):
+    """Three classes and two values of one body."""
+
+    def __init__(self, form: Any = dict) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
+            self.label, self.value = nn.Linear(4, 3).double(), nn.Linear(4, 2).double()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body(x)
+        return self.form(label=self.label(hidden), value=self.value(hidden))
+
+
+def outputs_of(model: nn.Module, x: Tensor) -> Tensor:
+    found = model(x)
+    return torch.cat([found["label"], found["value"]], 1)
+
+
+def data(samples: int = SAMPLES, seed: int = 1) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    model, x = Two(), inputs_of(3, samples=samples, seed=seed, dtype=torch.float64)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        found = model(x)
+        noise = math.sqrt(NOISE) * torch.randn(samples, 2, dtype=torch.float64)
+        targets = {
+            "label": Categorical(logits=found["label"]).sample(),
+            "value": found["value"] + noise,
+        }
+    return model, x, targets
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """``(samples, outputs, weights)`` by autograd."""
+    rows = [
+        torch.cat(
+            [
+                each.flatten() if each is not None else torch.zeros(p.numel(), dtype=torch.float64)
+                for each, p in zip(
+                    torch.autograd.grad(output, [*model.parameters()], retain_graph=True, allow_unused=True),
+                    model.parameters(),
+                    strict=True,
+                )
+            ]
+        )
+        for output in outputs_of(model, x).flatten()
+    ]
+    return torch.stack(rows).unflatten(0, (len(x), -1))
+
+
+def fishers(model: nn.Module, x: Tensor, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """``(samples, outputs, outputs)``: ``diag(p) - p p^T`` of the classes, ``1 / noise`` of the values."""
+    probs = model(x)["label"].detach().softmax(1)
+    of_classes = torch.diag_embed(probs) - probs.unsqueeze(2) * probs.unsqueeze(1)
+    return torch.stack(
+        [torch.block_diag(weights[0] * f, weights[1] * torch.eye(2).double() / NOISE) for f in of_classes]
+    )
+
+
+def precision(model: nn.Module, x: Tensor, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    jacobians = jacobian(model, x)
+    ggn = torch.einsum("nka,nkl,nlb->ab", jacobians, fishers(model, x, weights), jacobians)
+    return ggn + TAU * torch.eye(len(ggn)).double()
+
+
+def fit(
+    model: nn.Module, loader: Any, method: str = "full", likelihood: Any = LIKELIHOOD, **options: Any
+) -> uq.Posterior:
+    options = {"fisher": "exact", "layers": "all", "prior_precision": TAU} | options
+    return uq.fit(model, loader, method, likelihood=likelihood, progress=False, **options)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 0.5)])
+def test_covariance_and_evidence_are_those_of_all_heads(weights: tuple[float, float]) -> None:
+    model, x, targets = data()
+    likelihood = LIKELIHOOD
+    if weights != (1.0, 1.0):
+        likelihood = uq.Joint(
+            label="classification",
+            value=uq.Gaussian(NOISE),
+            loss_weights=dict(zip(("label", "value"), weights, strict=True)),
+        )
+    posterior = fit(model, [(x, targets)], likelihood=likelihood)
+    dense, new = precision(model, x, weights), inputs_of(3, samples=5, seed=3, dtype=torch.float64)
+    jacobians = jacobian(model, new)
+    expected = jacobians @ torch.linalg.inv(dense) @ jacobians.mT
+    predictor = uq.wrap(model, posterior)
+    torch.testing.assert_close(predictor.functional_covariance(new), expected)
+    torch.testing.assert_close(predictor.functional_mean(new), outputs_of(model, new).detach())
+    prediction = predictor(new)
+    assert isinstance(prediction, JointPrediction) and len(prediction) == 5
+    torch.testing.assert_close(prediction.value.epistemic_variance, expected[:, 3:, 3:].diagonal(0, 1, 2))
+    torch.testing.assert_close(
+        prediction.value.noise_variance, torch.full((5, 2), NOISE, dtype=torch.float64)
+    )
+    # the head of classes, by many draws of its own Gaussian
+    noise = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    root = torch.linalg.cholesky(expected[:, :3, :3])
+    draws = outputs_of(model, new)[:, :3].detach() + torch.einsum("nkl,sl->snk", root, noise)
+    torch.testing.assert_close(prediction.label.probs, draws.softmax(2).mean(0), rtol=0, atol=2e-3)
+    # the evidence
+    outputs = model(x)
+    of_labels = Categorical(logits=outputs["label"]).log_prob(targets["label"]).sum()
+    of_values = Normal(outputs["value"], math.sqrt(NOISE)).log_prob(targets["value"]).sum()
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    evidence = (
+        weights[0] * of_labels
+        + weights[1] * of_values
+        - 0.5 * TAU * theta.square().sum()
+        + 0.5 * len(theta) * math.log(TAU)
+        - 0.5 * torch.logdet(dense)
+    )
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(evidence.detach()), rel=1e-9)
+    # loss weights are of the training, not of what is predicted
+    log_prob = predictor(x).log_prob(targets)
+    of_heads = predictor(x).label.log_prob(targets["label"]) + predictor(x).value.log_prob(targets["value"])
+    torch.testing.assert_close(log_prob, of_heads)
+
+
+def test_two_fits_are_wider() -> None:
+    """A joint posterior knows the shared weights from the data of both heads."""
+    model, x, targets = data()
+    new = inputs_of(3, samples=20, seed=3, dtype=torch.float64)
+    together = uq.wrap(model, fit(model, [(x, targets)])).functional_variance(new)
+    alone = []
+    for name, likelihood in (("label", uq.Categorical()), ("value", uq.Gaussian(NOISE))):
+        own = fit(model, [(x, targets[name])], likelihood=likelihood, output=name)
+        alone.append(uq.wrap(model, own).functional_variance(new))
+    ratios = torch.cat(alone, 1) / together
+    dense, jacobians = jacobian(model, x), jacobian(model, new)
+    for part in (slice(0, 3), slice(3, 5)):
+        of_head = torch.einsum(
+            "nka,nkl,nlb->ab", dense[:, part], fishers(model, x)[:, part, part], dense[:, part]
+        )
+        covariance = torch.linalg.inv(of_head + TAU * torch.eye(len(of_head)).double())
+        expected = torch.einsum("nka,ab,nkb->nk", jacobians[:, part], covariance, jacobians[:, part])
+        torch.testing.assert_close(ratios[:, part], expected / together[:, part])
+    assert float(ratios.min()) > 1
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+def test_methods_and_heads(method: str, tmp_path: Path) -> None:
+    model, x, targets = data()
+    loader = [
+        (x[:20], {n: t[:20] for n, t in targets.items()}),
+        (x[20:], {n: t[20:] for n, t in targets.items()}),
+    ]
+    posterior = fit(model, loader, method, layers="last")
+    assert [*posterior.layers] == ["label", "value"]
+    hidden = torch.cat([model.body(x), torch.ones(SAMPLES, 1).double()], 1).detach()
+    if method == "diag":  # of each head's own last layer
+        squares = fishers(model, x).diagonal(0, 1, 2).T @ hidden.square() + TAU
+        variance = posterior.variance()
+        torch.testing.assert_close(variance["label.weight"], 1 / squares[:3, :4])
+        torch.testing.assert_close(variance["value.bias"], 1 / squares[3:, 4])
+    if method == "full":
+        found = uq.wrap(model, posterior).functional_covariance(x[:4])
+        last = nn.ModuleList([model.label, model.value])
+        jacobians = jacobian(model, x)[:, :, -sum(p.numel() for p in last.parameters()) :]
+        ggn = torch.einsum("nka,nkl,nlb->ab", jacobians, fishers(model, x), jacobians)
+        covariance = torch.linalg.inv(ggn + TAU * torch.eye(len(ggn)).double())
+        torch.testing.assert_close(found, jacobians[:4] @ covariance @ jacobians[:4].mT)
+    uq.save(posterior, tmp_path / "p.h5")
+    read = uq.load(tmp_path / "p.h5", Two())
+    assert read.likelihood.attributes() == {
+        "name": "joint",
+        "heads": {
+            "label": {"name": "classification"},
+            "value": {"name": "regression", "noise_variance": [NOISE]},
+        },
+        "shapes": {"label": [3], "value": [2]},
+    }
+    for head, options in (("linearized", {}), ("sampling", {"n_samples": 400}), ("moments", {})):
+        own = uq.wrap(model, posterior, head, **options)(x[:4])
+        again = uq.wrap(model, read, head, **options)(x[:4])
+        torch.testing.assert_close(again.label.probs, own.label.probs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(again.value.variance, own.value.variance, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own.value.mean, model(x[:4])["value"].detach(), rtol=0.2, atol=0.2)
+        assert bool((own.novelty() > 0).all()) and torch.equal(own.label.novelty(), own.novelty())
+
+
+@dataclass
+class Returned:
+    label: Tensor
+    value: Tensor
+    hidden: Tensor | None = None
+
+
+Named = namedtuple("Named", ["label", "value"])
+
+
+class Plain:
+    def __init__(self, label: Tensor, value: Tensor) -> None:
+        self.label, self.value, self.more = label, value, [label]
+
+
+FORMS = {
+    "dataclass": Returned,
+    "named tuple": Named,
+    "object": Plain,
+    "tuple": lambda label, value: (label, value),
+    "list": lambda label, value: [label, value],
+    "nested": lambda label, value: {"heads": (label, value), "loss": None},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_model_returns(form: str) -> None:
+    model, x, targets = data()
+    expected = fit(model, [(x, targets)], "diag").variance()
+    model.form = FORMS[form]
+    output = "heads" if form == "nested" else None
+    pair, label, value = (targets["label"], targets["value"]), targets["label"], targets["value"]
+    batches: list[Any] = [(x, pair)]
+    if form == "tuple":
+        batches += [(x, label, value), [x, [*pair]], {"x": x, **targets}, {"x": x, "targets": pair}]
+    for batch in batches:
+        found = fit(model, [batch], "diag", output=output)
+        for name, variance in found.variance().items():
+            assert torch.equal(variance, expected[name])
+    prediction = uq.wrap(model, found)(x)
+    assert prediction.label.probs.shape == (SAMPLES, 3)
+    torch.testing.assert_close(prediction.log_prob(pair), prediction.log_prob(targets))
+    assert len(uq.wrap(model, found).predict([(x[:2], label[:2]), x[2:5]], progress=False)) == 5
+
+
+class Own(uq.Likelihood):
+    """Values of a Laplace distribution."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def distribution(self, outputs: Tensor) -> torch.distributions.Laplace:
+        return torch.distributions.Laplace(outputs, self.scale, validate_args=False)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        return torch.full_like(outputs, 1 / self.scale)
+
+
+def test_a_head_with_a_likelihood_of_the_users(tmp_path: Path) -> None:
+    model, x, targets = data()
+    likelihood = uq.Joint(label="classification", value=Own(0.5))
+    posterior = fit(model, [(x, targets)], "kfac", likelihood)
+    uq.save(posterior, tmp_path / "p.h5")
+    with pytest.raises(uq.PosthocUQError, match=r"likelihood 'Own'.*pass an object"):
+        uq.load(tmp_path / "p.h5", model)
+    with pytest.raises(uq.PosthocUQError, match=r"scale was 0.5"):
+        uq.load(tmp_path / "p.h5", model, likelihood=uq.Joint(label="classification", value=Own(0.4)))
+    with pytest.raises(uq.PosthocUQError, match=r"with the heads \['label', 'value'\]"):
+        uq.load(tmp_path / "p.h5", model, likelihood=uq.Joint(value=Own(0.5), label="classification"))
+    read = uq.load(tmp_path / "p.h5", model, likelihood=likelihood)
+    own, again = (uq.wrap(model, each)(x).value.variance for each in (posterior, read))
+    torch.testing.assert_close(again, own)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "one head": (lambda v: v["heads"].pop("value"), "heads must be of at least 2 entries"),
+    "another shape": (lambda v: v["shapes"].update(other=[1]), "a shape of every head"),
+    "a head in a head": (lambda v: v["heads"].update(value=copy.deepcopy(v)), "heads in a head"),
+    "an unknown one": (lambda v: v["heads"].update(value={"name": "none"}), "has the name 'none'"),
+    "a noise of -1": (
+        lambda v: v["heads"]["value"].update(noise_variance=[-1.0]),
+        "noise_variance",
+    ),
+    "a huge head": (lambda v: v["shapes"].update(value=[2**20, 2**20]), "more than"),
+    "a weight of 0": (
+        lambda v: v.update(loss_weights={"value": 0.0}),
+        "loss_weights, value must be at least",
+    ),
+    "a reserved name": (
+        lambda v: [v[each].update(picked=v[each].pop("value")) for each in ("heads", "shapes")],
+        "a name that is none",
+    ),
+}
+
+
+def test_what_a_file_may_say(tmp_path: Path) -> None:
+    model, x, targets = data()
+    posterior, path = fit(model, [(x, targets)], "diag", layers="last"), tmp_path / "p.h5"
+    for change, message in CHANGES.values():
+        uq.save(posterior, path)
+        edit_state(path, lambda state, change=change: change(state["likelihood"]))
+        with pytest.raises(uq.CorruptPosteriorError, match=message):
+            uq.load(path, model)
+
+
+REFUSALS: dict[str, tuple[Any, str]] = {
+    "one head": (lambda: uq.Joint(label="classification"), "2 to 64 heads by name"),
+    "a taken name": (lambda: uq.Joint(set="classification", value="regression"), "cannot be named 'set'"),
+    "no likelihood": (
+        lambda: uq.Joint(label="classes", value="regression"),
+        "Head 'label': likelihood must be",
+    ),
+    "a weight of no head": (
+        lambda: uq.Joint(label="binary", value="regression", loss_weights={"values": 1}),
+        "loss_weights has 'values'",
+    ),
+    "a weight of 0": (
+        lambda: uq.Joint(label="binary", value="regression", loss_weights={"value": 0}),
+        "loss weight of head 'value'",
+    ),
+    "joint in joint": (lambda: uq.Joint(label="binary", value=LIKELIHOOD), "is a uq.Joint"),
+    "a mapping": (lambda: run(likelihood={"label": "classification"}), r"it is uq.Joint\(label="),
+    "outputs without the heads": (
+        lambda: run(
+            (torch.zeros(SAMPLES),) * 2, likelihood=uq.Joint(label="classification", mean="regression")
+        ),
+        r"model returns dict of 'label'.*heads \['label', 'mean'\]",
+    ),
+    "a tensor": (lambda: run(output="label"), "model returns Tensor of .*a tuple of them in this order"),
+    "targets of one head": (lambda: run({"label": torch.zeros(SAMPLES).long()}), r"targets are \['label'\]"),
+    "targets as a tensor": (
+        lambda: run(torch.zeros(SAMPLES, 3)),
+        r"a mapping with their names.*labels \(\) or",
+    ),
+    "another number of targets": (
+        lambda: run(value=torch.zeros(SAMPLES, 3)),
+        r"'value': 'values \(2,\)'.*do not fit",
+    ),
+    "numbers of targets that are exchanged": (
+        lambda: run(label=torch.zeros(SAMPLES, 2).long(), value=torch.zeros(SAMPLES)),
+        r"have \[2, 1\] numbers a sample, and \[1, 2\]",
+    ),
+    "labels that are no labels": (lambda: run(label=torch.full((SAMPLES,), 0.5)), "labels must be integers"),
+    "labels out of range": (
+        lambda: run(label=torch.full((SAMPLES,), 3)),
+        "Head 'label': Labels run from 3 to 3",
+    ),
+    "rows of another number": (lambda: run(value=torch.zeros(SAMPLES - 1, 2)), "must have one row a sample"),
+    "no numbers": (
+        lambda: run(value=torch.full((SAMPLES, 2), math.nan)),
+        "Head 'value': Some targets are not",
+    ),
+    "a noise": (lambda: run(noise_variance=1.0), "brings its own noise"),
+    "probabilities": (
+        lambda: run(form=lambda label, value: (label.softmax(1), value)),
+        "outputs of head 'label' are probabilities",
+    ),
+}
+
+
+def run(given: Any = None, form: Any = dict, likelihood: Any = None, **options: Any) -> uq.Posterior:
+    model, x, targets = data()
+    model.form = form
+    targets = targets | {name: options.pop(name) for name in ("label", "value") if name in options}
+    likelihood = uq.Joint(label="classification", value="regression") if likelihood is None else likelihood
+    return fit(model, [(x, targets if given is None else given)], "diag", likelihood, **options)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    call, message = REFUSALS[name]
+    with pytest.raises(uq.PosthocUQError, match=message):
+        call()
