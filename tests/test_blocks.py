@@ -23,6 +23,7 @@ from posthoc_uq.posteriors import (
     FAMILIES,
     INDEPENDENT,
     LOG_DETERMINANT,
+    PRECISION,
     QUADRATIC,
     ROWS,
     SYMMETRY,
@@ -224,7 +225,7 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
 
 
 def test_built_in_blocks_say_what_they_can_do() -> None:
-    gaussian = {DRAWS, SYMMETRY, VARIANCES, QUADRATIC, ROWS, LOG_DETERMINANT}
+    gaussian = {DRAWS, SYMMETRY, VARIANCES, QUADRATIC, ROWS, LOG_DETERMINANT, PRECISION}
     for kind in ("diagonal", "kfac", "efb", "inf", "dense", "mean_field"):
         more = {INDEPENDENT} if kind in ("diagonal", "mean_field") else set()
         assert BLOCKS[kind].capabilities() == gaussian | more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -10,12 +10,10 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
-from torch.utils._pytree import tree_map
+from torch.func import functional_call
 
 from posthoc_uq.core.batches import Batch, count_samples, holds_samples
 from posthoc_uq.core.devices import without_autocast
-from posthoc_uq.core.errors import check_refused
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.progress import progress_span, split_progress
 from posthoc_uq.heads.jacobians import Gradient, Pulled, WeightCovariance, check_shape, pull_back
@@ -31,12 +29,11 @@ from posthoc_uq.heads.spectrum import Spectrum, Sums
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.frozen import called
+from posthoc_uq.layers.jacobian import jacobians
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.draws import LogitCovariance, OutputCovariance, OutputGaussian
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import Mode
-
-NamedWeights = dict[str, Tensor]
 
 _MAX_COPIES = 20  # of one sample, for as many functions of its outputs
 _STORED_BUDGETS = 4  # output gradients of more than this many memory budgets split the batch
@@ -469,56 +466,3 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
             derivatives.append(derivative)
     assert outputs is not None
     return outputs, torch.stack(derivatives)
-
-
-def jacobians(model: nn.Module, weights: NamedWeights, batch: Batch, samples: int) -> NamedWeights:
-    """The Jacobian of every sample's outputs by each parameter, ``(samples, outputs, *shape)``, with its graph back to
-    the inputs: all samples in one `vmap`, or one by one for a model that cannot run in it.
-
-    Args:
-        model: in eval mode; nothing else may run it meanwhile.
-        weights: at which it is linearised, by name.
-        batch: the model's arguments.
-        samples: in the batch.
-    """
-
-    def of_one(weights: NamedWeights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
-        return called(model, weights, Batch(args, None, dict(kwargs))).flatten()
-
-    def one_by_one() -> NamedWeights:
-        rows = [batch.narrow(row, 1, samples) for row in range(samples)]
-        parts = [_by_autograd(lambda w, b=one: called(model, w, b).flatten(), weights) for one in rows]
-        return {name: torch.stack([part[name] for part in parts]) for name in weights}
-
-    def in_one_vmap() -> NamedWeights:
-        dims = tree_map(
-            lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
-        )
-
-        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> NamedWeights:
-            places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
-            return jacrev(of_one)(weights, *places)
-
-        return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
-
-    with PlainAttention():
-        if batch.whole:
-            return one_by_one()
-        try:
-            return in_one_vmap()
-        except Exception as error:  # the model's code decides what vmap makes of it
-            check_refused(error, in_one_vmap, one_by_one)
-            return one_by_one()
-
-
-def _by_autograd(run: Callable[[NamedWeights], Tensor], weights: NamedWeights) -> NamedWeights:
-    """The Jacobian of ``run`` by the weights, one backward pass an output, with its graph."""
-    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    outputs = run(leaves)
-    rows = [
-        torch.autograd.grad(
-            output, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for output in outputs
-    ]
-    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}

@@ -117,6 +117,7 @@ VARIANCES = "variances"  # of every weight
 QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
+PRECISION = "a precision"  # in products with weights
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
 
 
@@ -266,6 +267,7 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "whiten": (QUADRATIC,),
     "of_layer": (ROWS,),
     "log_determinant": (LOG_DETERMINANT,),
+    "times_precision": (PRECISION,),
 }
 """The capabilities of a covariance that overrides a method, by the method's name."""
 

@@ -257,6 +257,10 @@ class Covariance:
         """``log det`` of the precision, a scalar."""
         raise self._cannot("log-determinant")
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        """``Sigma^-1 x`` of weights ``(q, G, m, n)`` in float64, differentiable in them; 0 where they are certain."""
+        raise self._cannot("products with the precision")
+
     def quadratic(self, jacobians: Tensor) -> Tensor:
         """``J Sigma J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format. A subclass overrides this or
         `whiten`.
@@ -1091,6 +1095,10 @@ class DiagonalPrecision(Independent):
     def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
         return None, self.weights
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        weights = as_double(self.weights)
+        return matrices * torch.where(weights > 0, weights.reciprocal(), 0.0)
+
 
 class Variances(DiagonalPrecision):
     """Independent weights of variances ``(G, m, n)``; a weight whose variance is zero is certain."""
@@ -1128,6 +1136,11 @@ class Kronecker(Independent):
 
     def transform(self, normals: Tensor) -> Tensor:
         return self._output_basis @ (normals * self.weights.sqrt()) @ self._input_basis.transpose(-1, -2)
+
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        inputs, outputs = as_double(self._input_basis), as_double(self._output_basis)
+        turned = outputs.transpose(-1, -2) @ matrices @ inputs
+        return outputs @ (turned / as_double(self.weights)) @ inputs.transpose(-1, -2)
 
     def variance(self) -> Tensor:
         return self._variances
@@ -1250,6 +1263,11 @@ class WideKronecker(Kronecker):
         scaled = self._with_both(normals, self._inside.sqrt().to(normals), self._others.sqrt().to(normals))
         return scaled @ self._input_basis.transpose(-1, -2).to(normals)
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        inputs, inside, others = (as_double(t) for t in (self._input_basis, self._inside, self._others))
+        turned = self._with_both(matrices @ inputs, inside.reciprocal(), others.reciprocal())
+        return turned @ inputs.transpose(-1, -2)
+
     def whiten(self, jacobians: Tensor) -> Tensor:
         rotated = jacobians @ self._input_basis.to(jacobians)
         roots = self._inside.sqrt().to(jacobians), self._others.sqrt().to(jacobians)
@@ -1320,6 +1338,10 @@ class DenseRows(Covariance):
         roots, columns = self.root.transpose(-1, -2), self._as_columns(normals)
         drawn = torch.linalg.solve_triangular(roots, columns, upper=True)
         return drawn.permute(3, 0, 1, 2).to(normals).reshape(normals.shape)
+
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        product = self.root @ (self.root.transpose(-1, -2) @ self._as_columns(matrices))
+        return product.permute(3, 0, 1, 2).reshape(matrices.shape)
 
     def matrices(self) -> Tensor:
         """The covariance of each row, ``(G, m, n, n)``."""

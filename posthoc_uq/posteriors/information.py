@@ -190,6 +190,9 @@ class LowRankDiagonal(Independent):
         # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up
         return drawn.mul_(half).neg_().add_(wide).mul_(half).to(normals)
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        return self._lift(self._project(matrices)) + matrices / as_double(self.weights)
+
     def quadratic(self, jacobians: Tensor) -> Tensor:
         # In float64, as M is: along stiff directions two large numbers cancel.
         wide, inverse = as_double(jacobians), as_double(self.weights)

@@ -353,6 +353,9 @@ class SubnetworkCovariance(Covariance):
     def transform(self, normals: Tensor) -> Tensor:
         return self._spread(self._chosen.transform(self._of_chosen(normals))).reshape(normals.shape)
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        return self._spread(self._chosen.times_precision(self._of_chosen(matrices))).reshape(matrices.shape)
+
     def whiten(self, jacobians: Tensor) -> Tensor:
         return self._chosen.whiten(self._of_chosen(jacobians))
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import log
+from math import inf, log, pi
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
+from posthoc_uq.core.batches import BatchReader, batches_of_call, count_samples
+from posthoc_uq.core.devices import KEPT_BYTES, as_double, has_double, host_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seeds
 from posthoc_uq.core.records import Record
@@ -30,7 +32,7 @@ from posthoc_uq.posteriors.block import Block, PrecisionSettings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import History
-from posthoc_uq.posteriors.laplace import MeanFieldBlock
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES, MeanFieldBlock
 from posthoc_uq.posteriors.settings import (
     BY_CLASS,
     HYPERPARAMETERS,
@@ -213,6 +215,7 @@ class Posterior:
     _covariances: Cache[Covariance]  # by block
     _variances: Cache[Tensor]  # by block
     _of_layers: Cache[Covariance]  # by layer
+    _normalisers: Cache[Tensor]  # of all blocks together
 
     _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package alone calls
         *("at", "block_settings", "covariance", "covariances", "draw_seeds", "layout", "members", "noted"),
@@ -463,7 +466,10 @@ class Posterior:
 
     def _clear_caches(self) -> None:
         vars(self).update(
-            _covariances=Cache(COVARIANCE_BYTES), _variances=Cache(KEPT_BYTES), _of_layers=Cache(KEPT_BYTES)
+            _covariances=Cache(COVARIANCE_BYTES),
+            _variances=Cache(KEPT_BYTES),
+            _of_layers=Cache(KEPT_BYTES),
+            _normalisers=Cache(KEPT_BYTES),
         )
 
     def layer_prior(self, layer: str) -> float:
@@ -752,6 +758,162 @@ class Posterior:
         """
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
         return torch.stack([self.covariance(name).log_determinant() for name in self.blocks]).sum()
+
+    def log_prob(self, weights: Tensor | Mapping[str, Tensor] | nn.Module) -> Tensor:
+        """The log density of the posterior at weights, in nats and float64; differentiable in them, so that it can be
+        the penalty of a later training (elastic weight consolidation, with the covariance of the method). Weights that
+        are certain do not count.
+
+        Args:
+            weights: a vector in the order of `parameter_names`, a state dict, or a model; also several sets of them,
+                with dimensions before the others, as `sample` draws them.
+
+        Returns:
+            A scalar; of several sets one number each.
+
+        Raises:
+            PosthocUQError: the blocks have no density, or the weights are not those of the posterior.
+        """
+        from posthoc_uq.posteriors.vectors import as_parameters
+
+        self.require([can.PRECISION, can.LOG_DETERMINANT], "posterior.log_prob()")
+        sets, lead = as_parameters(weights, {name: self.mean[name] for name in self.parameter_names})
+        place = self.device if has_double(self.device) else torch.device("cpu")
+        moved = {
+            name: as_double(given).to(place) - as_double(self.mean[name].detach()).to(place)
+            for name, given in sets.items()
+        }
+        matrices = {
+            name: layer.to_matrix(moved[layer.weight], None if layer.bias is None else moved[layer.bias])
+            for name, layer in self.layers.items()
+        }
+        total = self._log_normaliser
+        for name in self.blocks:
+            joined = self.layout.join(name, matrices)
+            total = total - (joined * self.covariance(name).times_precision(joined)).flatten(1).sum(1) / 2
+        return total.reshape(lead)
+
+    @property
+    def _log_normaliser(self) -> Tensor:
+        """``(log det P - n log 2 pi) / 2`` over the uncertain weights."""
+        found = self._normalisers.get("all")
+        if found is None:
+            masks = [block.uncertain() for block in self.blocks.values()]
+            certain = sum(int((~mask).sum()) for mask in masks if mask is not None)
+            count = sum(layer.parameters for layer in self.layers.values()) - certain
+            found = as_double(self.log_determinant().detach() - count * log(2 * pi)) / 2
+            self._normalisers.put("all", found, found.nbytes)
+        return found
+
+    def precision_matrix(self) -> Tensor:
+        """The precision of all weights together, ``(weights, weights)`` in float64, in the order of `parameter_names`:
+        that of ``model.parameters()``. Of weights that are certain it is infinite.
+
+        Raises:
+            PosthocUQError: the blocks have none, or it takes more than 4 GiB.
+        """
+        self.require([can.PRECISION], "posterior.precision_matrix()")
+        names, places, start = self.parameter_names, dict[str, Tensor](), 0
+        for name in names:
+            size = self.mean[name].numel()
+            places[name] = torch.arange(start, start + size, device="cpu").reshape(1, *self.mean[name].shape)
+            start += size
+        if 8 * start**2 > LARGEST_BYTES:
+            raise PosthocUQError(
+                f"The precision of {start:,} weights takes {8 * start**2 / 2**30:,.0f} GiB; log_prob and sample need "
+                f"no such matrix."
+            )
+        matrix: Tensor | None = None
+        by_layer = {
+            name: layer.to_matrix(places[layer.weight], None if layer.bias is None else places[layer.bias])
+            for name, layer in self.layers.items()
+        }
+        for name, block in self.blocks.items():
+            shape, index = self.layout.shape(name), self.layout.join(name, by_layer).flatten()
+            unit = as_double(torch.eye(len(index), dtype=torch.float64, device="cpu"))
+            unit = unit.to(self.device) if has_double(self.device) else unit
+            found = self.covariance(name).times_precision(unit.reshape(-1, *shape)).detach().flatten(1)
+            matrix = found.new_zeros(start, start) if matrix is None else matrix
+            index, uncertain = index.to(found.device), block.uncertain()
+            if uncertain is not None:
+                found.diagonal()[~uncertain.flatten().to(found.device)] = inf
+            matrix[index.unsqueeze(1), index] = found
+        assert matrix is not None
+        return matrix
+
+    def _at_mean(self) -> nn.Module:
+        """A replica of the model at the posterior's mean."""
+        if self.model is None:
+            raise PosthocUQError("This posterior has no model: load it for one, uq.load(path, model).")
+        return replicate(self.model, self.trained_mean)
+
+    def jacobians(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The Jacobian of the model's outputs by the weights with a posterior, at its mean, ``(samples, outputs,
+        weights)`` in the order of `parameter_names`. Predictions never form it: it takes ``samples * outputs`` times
+        the memory of the weights.
+
+        Args:
+            *args: what the model takes, or a batch as a loader gives it.
+            **kwargs: of the model.
+
+        Raises:
+            PosthocUQError: the posterior has no model.
+        """
+        from posthoc_uq.layers.jacobian import jacobians
+
+        network, names = self._at_mean(), self.parameter_names
+        weights = {name: p.detach() for name, p in network.named_parameters() if name in self.mean}
+        parts = list[Tensor]()
+        for batch in batches_of_call(args, kwargs, cast(nn.Module, self.model), network):
+            found = jacobians(network, {name: weights[name] for name in names}, batch, count_samples(batch))
+            parts.append(torch.cat([found[name].detach().flatten(2) for name in names], 2))
+        return torch.cat(parts)
+
+    def sample_gradients(self, inputs: Any, targets: Any) -> Tensor:
+        """The gradient of every sample's ``log p(y | f(x))`` by the weights with a posterior, at its mean and its
+        noise, ``(samples, weights)`` in the order of `parameter_names`.
+
+        Args:
+            inputs: of the model, as a loader gives them.
+            targets: likewise.
+
+        Raises:
+            PosthocUQError: the posterior has no model, or the targets do not fit its outputs.
+        """
+        from posthoc_uq.layers.sample_gradients import sample_gradients
+
+        network, parts = self._at_mean(), list[Tensor]()
+        for batch in BatchReader.of(cast(nn.Module, self.model)).read_all((inputs, targets)):
+            assert batch.targets is not None
+            with torch.no_grad():
+                outputs = batch.copied().call(network)
+            self.likelihood.check(outputs, batch.targets)
+            pull = -self.observation.score(outputs, batch.targets)
+            layers, found = list(self.layers.values()), None
+            if not batch.whole:
+                found = sample_gradients(network, layers, batch, outputs, pull, "vmap")
+            found = found or sample_gradients(network, layers, batch, outputs, pull, "loop")
+            assert found is not None
+            by_name = dict[str, Tensor]()
+            for layer in layers:
+                by_name |= layer.to_parameters(found[layer.name])
+            parts.append(torch.cat([by_name[name].flatten(1) for name in self.parameter_names], 1))
+        return torch.cat(parts)
+
+    @property
+    def training_samples(self) -> int:
+        """How many samples the fit saw, with updates since."""
+        return self.evidence.samples
+
+    @property
+    def log_likelihood(self) -> float:
+        """The sum of ``log p(y | f(x))`` of the training data at the trained weights and the present noise, in nats;
+        weighted where the fit had weights.
+
+        Raises:
+            PosthocUQError: the fit saw no targets.
+        """
+        return float(self.evidence.at_noise(self.noise_scale))
 
     def log_marginal_likelihood(
         self,

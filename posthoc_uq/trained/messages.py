@@ -71,6 +71,12 @@ class Moved(Covariance):
     def variance(self) -> Tensor:
         return _with_shift(self._inner.variance(), self._shift)
 
+    def times_precision(self, matrices: Tensor) -> Tensor:
+        # the moved bias is b + W shift, and the map back its transpose
+        back, moved = -as_double(self._shift), matrices[..., -1] + (matrices * as_double(self._shift)).sum(-1)
+        inner = torch.cat([matrices[..., :-1], moved.unsqueeze(-1)], -1)
+        return shift_inputs(self._inner.times_precision(inner), back)
+
     def quadratic(self, jacobians: Tensor) -> Tensor:
         return self._inner.quadratic(shift_inputs(jacobians, self._shift))
 
