@@ -117,6 +117,9 @@ if TYPE_CHECKING:
         Prediction as Prediction,
     )
     from posthoc_uq.likelihoods import (
+        Quantiles as Quantiles,
+    )
+    from posthoc_uq.likelihoods import (
         RegressionPrediction as RegressionPrediction,
     )
     from posthoc_uq.likelihoods import (

@@ -16,7 +16,7 @@ _OF_MODULES = {
     "posthoc_uq.heads": "Predictor Referral register_head",
     "posthoc_uq.likelihoods": (
         "Bernoulli Categorical ClassPrediction Gamma Gaussian Heteroscedastic Joint Likelihood Multilabel "
-        "NegativeBinomial Ordinal Poisson Prediction RegressionPrediction Survival sequence_scores"
+        "NegativeBinomial Ordinal Poisson Prediction Quantiles RegressionPrediction Survival sequence_scores"
     ),
     "posthoc_uq.methods": "EFB INF KFAC Dense Diagonal Method Subnetwork register_method",
     "posthoc_uq.posteriors": "Posterior",

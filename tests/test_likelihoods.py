@@ -202,6 +202,7 @@ def test_every_likelihood_of_the_package_has_a_case_or_tests_elsewhere() -> None
     assert {case.likelihood.name for case in CASES.values()} | {
         "classification",
         "binary",
+        "quantiles",
         "regression",
         "survival",
     } == set(LIKELIHOODS)

@@ -135,6 +135,20 @@ ROWS = {
     "another family": Row(lambda: uq.Survival("gamma"), "family must be"),
     "a survival before 0": Row(
         lambda: uq.Survival().from_draws(torch.zeros(3, 4, 2)).survival(-1.0), "a time above 0"),
+    "one output of two quantiles": Row(
+        lambda: check(uq.Quantiles([0.1, 0.9]), (4, 1)), r"2 levels needs outputs of shape \(samples, 2\)"),
+    "two targets of quantiles": Row(
+        lambda: check(uq.Quantiles(), (4, 3), torch.zeros(4, 3)), "quantiles of one target"),
+    "a target of quantiles that is no number": Row(
+        lambda: check(uq.Quantiles(), (4, 3), torch.full((4,), NAN)), "not finite"),
+    "levels that descend": Row(lambda: uq.Quantiles([0.9, 0.1]), r"ascending order.*output="),
+    "a level of 1": Row(lambda: uq.Quantiles([0.5, 1.0]), "levels must be"),
+    "one level": Row(lambda: uq.Quantiles([0.5]), r"such as \[\.05, \.5, \.95\]"),
+    "a level as a number": Row(lambda: uq.Quantiles(0.5), "levels must be"),
+    "quantiles of another number of levels": Row(
+        lambda: uq.Quantiles().from_draws(torch.zeros(2, 4, 2)), r"\(draws, batch, 3\)"),
+    "quantiles for a regression": Row(
+        lambda: check(uq.Gaussian(), (4, 3), torch.zeros(4, 1)), r"likelihood=uq\.Quantiles"),
     "four ordered classes": Row(
         lambda: check(uq.Ordinal(), (4, 2), torch.arange(4)), r"3 ordered classes; labels must lie in 0\.\.2"),
     "no steps": Row(lambda: check(uq.Ordinal(), (4,)), r"\(samples, classes - 1\)"),

@@ -95,6 +95,10 @@ MEASURES = {
         "Mean log density that the prediction gives to the target. Larger is better.",
         True,
     ),
+    "pinball loss": Measure(
+        "Loss of predicted quantiles, mean over their levels, in the target's units. Smaller is better.",
+        False,
+    ),
     "CRPS": Measure(
         "Mean distance of the predicted distribution from the target, in its units. Smaller is better.",
         False,

@@ -59,8 +59,8 @@ from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
+    INTERVAL_KINDS,
     JOINT,
-    SHARES,
     ConformalScores,
     HeldOutTargets,
     InputScores,
@@ -762,7 +762,7 @@ def _measured(
             if found is not None and found.kind == "raps":
                 probs = as_double(cast(ClassPrediction, prediction).probs)
                 of_classes.append((probs, found.groups, uniforms(keys, 1).squeeze(1)))
-            if jointly and (found is None or found.kind not in ("deviation", "cdf")):
+            if jointly and (found is None or found.kind not in INTERVAL_KINDS):
                 raise PosthocUQError(
                     "jointly=True promises intervals of several values, and no values are predicted."
                 )
@@ -797,7 +797,8 @@ def _measured(
             regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
             scores_of_all = class_scores(probs[of_sets], "raps", uniform[of_sets], regularisation)
             all_scores = scores_of_all.gather(-1, labels[of_sets])
-        all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
+        # of quantiles there is one value, and a column for each share
+        all_scores = all_scores.amax(1, keepdim=True) if jointly and kind != "quantiles" else all_scores
         if classes is not None and kind in get_args(SetScore) and not by_class:
             rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
         columns = _split_scores(kind, all_scores, groups, classes if by_class else None)
@@ -805,7 +806,7 @@ def _measured(
             kind=kind,
             scores=[held_out_scores(each) for each in columns],
             regularisation=regularisation,
-            shares=list(SHARES) if kind == "positions" else None,
+            shares=None if of_targets[0].shares is None else list(of_targets[0].shares),
         )
     found_scores = ConformalScores(
         inputs=of_inputs_kept.inputs,

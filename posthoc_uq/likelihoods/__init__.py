@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
     from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
     from posthoc_uq.likelihoods.prediction import Prediction
+    from posthoc_uq.likelihoods.quantiles import QuantilePrediction, Quantiles
     from posthoc_uq.likelihoods.registry import (
         LIKELIHOODS,
         likelihood_from_attributes,
@@ -54,6 +55,8 @@ __all__ = [
     "Poisson",
     "PositionPrediction",
     "Prediction",
+    "QuantilePrediction",
+    "Quantiles",
     "RegressionPrediction",
     "Survival",
     "SurvivalPrediction",
@@ -72,6 +75,7 @@ OFFERED = {
     "joint": "Joint JointPrediction",
     "likelihood": "DrawnPrediction Fisher Likelihood",
     "ordinal": "Ordinal OrdinalPrediction",
+    "quantiles": "QuantilePrediction Quantiles",
     "survival": "Survival SurvivalPrediction",
     "mixture": "GaussianMixturePrediction",
     "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",

@@ -33,12 +33,15 @@ MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
 
 SetScore = Literal["lac", "aps", "raps"]
-TargetScore = Literal["lac", "aps", "raps", "label", "positions", "deviation", "cdf"]
+TargetScore = Literal["lac", "aps", "raps", "label", "positions", "deviation", "cdf", "quantiles"]
 """What a record of targets holds: the score of a class (`class_scores`), ``1 - p`` of the labels that apply, quantiles
 of ``1 - p_y`` over the positions of an input (`scores_of_positions`), the distance from the mean in predictive standard
-deviations, or the distance of the distribution function from 1/2."""
+deviations, the distance of the distribution function from 1/2, or how far a target is outside of the quantiles between
+which a share of targets is predicted."""
 SET_KINDS = (*get_args(SetScore), "label")
 """Those of the scores by which inputs have sets, of classes or of labels."""
+INTERVAL_KINDS = ("deviation", "cdf", "quantiles")
+"""Those by which they have intervals."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99, 1.0)
 """Of the positions of an input, whose quantiles of the scores are kept; a level is met by the next larger one."""
 JOINT = "joint"
@@ -50,14 +53,16 @@ class TargetScores(NamedTuple):
 
     Attributes:
         kind: of them.
-        scores: (samples, columns), float64: by output, by label, or by share of positions.
+        scores: (samples, columns), float64: by output, by label, or by share.
         groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
             position counts; else 0.
+        shares: of positions, or of targets between two quantiles, ascending; None of others.
     """
 
     kind: TargetScore
     scores: Tensor
     groups: Tensor
+    shares: Sequence[float] | None = None
 
     @classmethod
     def of_values(cls, kind: TargetScore, scores: Tensor) -> TargetScores:
@@ -368,9 +373,9 @@ class HeldOutTargets(Record):
 
     Attributes:
         kind: of the scores.
-        scores: of all targets, or those of each class, label, output or share of positions.
+        scores: of all targets, or those of each class, label, output or share.
         regularisation: of sets by ``"raps"``.
-        shares: of positions, ascending, in the order of `scores`.
+        shares: of positions, or of targets between two quantiles, ascending, in the order of `scores`.
     """
 
     kind: TargetScore
@@ -381,12 +386,16 @@ class HeldOutTargets(Record):
     @model_validator(mode="after")
     def _check_shares(self) -> HeldOutTargets:
         shares = self.shares
-        if (shares is not None) != (self.kind == "positions"):
-            raise ValueError("must have shares if its scores are of positions, and only then")
+        if (shares is not None) != (self.kind in ("positions", "quantiles")):
+            raise ValueError("must have shares if its scores are of positions or quantiles, and only then")
         if shares is None:
             return self
-        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)) or shares[-1] != 1:
-            raise ValueError("must have as many ascending shares as scores, the last of them 1")
+        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)):
+            raise ValueError("must have as many ascending shares as scores")
+        if self.kind == "positions" and shares[-1] != 1:
+            raise ValueError("must have 1 as the last share of positions")
+        if self.kind == "quantiles" and not 0 < shares[0] <= shares[-1] < 1:
+            raise ValueError("must have shares between 0 and 1 of targets between quantiles")
         return self
 
 
@@ -522,6 +531,15 @@ class ConformalScores(InputScores):
         # the last share is 1, and levels are below it
         share = next(place for place, share in enumerate(shares) if share >= level - 1e-12)
         return float(thresholds[share])
+
+    def quantile_bound(self, level: float) -> tuple[float, float]:
+        """Which share of targets the quantiles have between them that an interval is made of, the nearest one to the
+        level, and the largest score of a target that belongs to it.
+        """
+        shares = [] if self.targets is None else self.targets.shares or []
+        thresholds = self._thresholds(("quantiles",), level, len(shares))
+        nearest = min(range(len(shares)), key=lambda place: abs(shares[place] - level))
+        return shares[nearest], float(thresholds[nearest])
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""

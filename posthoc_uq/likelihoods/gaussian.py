@@ -144,6 +144,11 @@ class Gaussian(_Normals):
                 f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
                 f"{outputs[0].numel()} outputs; it is one number, or one an output. {_OF_SAMPLES}"
             )
+        if targets is not None and outputs.ndim == 2 and targets.numel() == len(outputs) < outputs.numel():
+            raise PosthocUQError(
+                f"The model has {outputs.shape[1]} outputs, and there is one target a sample; if they are quantiles of "
+                f"it, pass likelihood=uq.Quantiles([...]), and if one of them is its mean, name it by output=."
+            )
         yield from super().faults(outputs, targets)
 
     def distribution(self, outputs: Tensor) -> Normal:
@@ -430,9 +435,9 @@ class RegressionPrediction(Prediction):
             factors = self.promises.bounds("deviation", level, outputs)
             width = self.standard_deviation * factors.to(self.mean)
             return self.mean - width, self.mean + width
-        return self._gaussian_interval(level)
+        return self._own_interval(level)
 
-    def _gaussian_interval(self, level: float) -> tuple[Tensor, Tensor]:
+    def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         """The bounds that the posterior gives by itself."""
         # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
         below = NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
@@ -511,7 +516,7 @@ class RegressionPrediction(Prediction):
         if bool((self.variance > 0).all()):
             measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
             measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
-            measures |= interval_quality(self._gaussian_interval, targets)
+            measures |= interval_quality(self._own_interval, targets)
         return measures
 
     def losses(self, targets: Tensor) -> Tensor:

@@ -308,6 +308,22 @@ def rmse(mean: Tensor, targets: Tensor) -> float:
     return mean_squared_error(mean.flatten(), targets.flatten(), squared=False).item()
 
 
+def pinball_loss(quantiles: Tensor, targets: Tensor, levels: Sequence[float]) -> float:
+    """The pinball loss of predicted quantiles f, ``max(q (y - f), (q - 1) (y - f))``, mean over inputs and levels q, in
+    units of the target.
+
+    Args:
+        quantiles: (inputs, levels).
+        targets: (inputs,) or (inputs, 1).
+        levels: of the quantiles, each in (0, 1).
+    """
+    quantiles, targets = same_shape(
+        quantiles=quantiles, targets=targets.reshape(-1, 1).expand(-1, len(levels))
+    )
+    own, rest = torch.tensor(levels, dtype=torch.float64, device="cpu"), targets - quantiles
+    return float(torch.maximum(own * rest, (own - 1) * rest).mean())
+
+
 def concordance(predicted: Tensor, lower: Tensor, upper: Tensor) -> float:
     """Of pairs of inputs of which one had its event before the other for sure, how often the predicted time of the
     first is the smaller one, ties counting half: Harrell's C ("Evaluating the yield of medical tests", JAMA 1982); NaN

@@ -40,8 +40,9 @@ def mixture(predictions: Sequence[Prediction]) -> Prediction:
             f"networks with the same classes or outputs."
         )
     parts: list[Any] = [prediction.changed(**dict.fromkeys(_OF_ONE_NETWORK)) for prediction in predictions]
-    of_values = isinstance(parts[0], RegressionPrediction)
-    found: Prediction = GaussianMixturePrediction.of(parts) if of_values else type(parts[0]).mixed(parts)
+    kind = type(parts[0])
+    of_gaussians = isinstance(parts[0], RegressionPrediction) and "mixed" not in vars(kind)
+    found: Prediction = GaussianMixturePrediction.of(parts) if of_gaussians else kind.mixed(parts)
     return found.with_novelty(_joined_novelty(predictions))
 
 
@@ -143,7 +144,7 @@ class GaussianMixturePrediction(RegressionPrediction):
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return (sign * (low + high) / 2).to(self.mean)
 
-    def _gaussian_interval(self, level: float) -> tuple[Tensor, Tensor]:
+    def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         """Quantiles of the mixture, with as much probability below as above."""
         tail = (1 - check_probability("level", level)) / 2
         return self._quantile(tail, upper=False), self._quantile(tail, upper=True)
@@ -208,7 +209,7 @@ class GaussianMixturePrediction(RegressionPrediction):
         if bool((self.deviations > 0).all()):
             measures["log density"] = float(as_double(self.log_prob(targets)).mean())
             measures["CRPS"] = self._crps(targets)
-            measures |= interval_quality(self._gaussian_interval, targets)
+            measures |= interval_quality(self._own_interval, targets)
         return measures
 
 

@@ -19,6 +19,7 @@ from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, no_interval_error
 from posthoc_uq.likelihoods.conformal import (
     SET_SIZE,
+    SHARES,
     ConformalScores,
     Coverage,
     SetScore,
@@ -372,7 +373,8 @@ class PositionPrediction(Prediction):
         labels, counted = (each.reshape(len(self), -1) for each in self.labels_of_rows(targets))
         own = as_double(self.rows.probs).gather(1, labels.reshape(-1, 1))
         scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
-        return TargetScores("positions", scores, counted.any(1, keepdim=True).long().expand_as(scores))
+        groups = counted.any(1, keepdim=True).long().expand_as(scores)
+        return TargetScores("positions", scores, groups, SHARES)
 
     def coverage(
         self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True

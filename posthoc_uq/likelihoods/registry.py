@@ -25,6 +25,7 @@ LIKELIHOODS: Registry[type[Likelihood]] = Registry(
         "negative_binomial": Later("posthoc_uq.likelihoods.counts", "NegativeBinomial"),
         "gamma": Later("posthoc_uq.likelihoods.counts", "Gamma"),
         "heteroscedastic": Heteroscedastic,
+        "quantiles": Later("posthoc_uq.likelihoods.quantiles", "Quantiles"),
         "survival": Later("posthoc_uq.likelihoods.survival", "Survival"),
     }
 )

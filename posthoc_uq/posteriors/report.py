@@ -9,7 +9,7 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.tables import cell_text, text_table
-from posthoc_uq.likelihoods.conformal import ConformalScores, rounded_down, scarcest_of
+from posthoc_uq.likelihoods.conformal import INTERVAL_KINDS, ConformalScores, rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import ChangesRecord, History
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, same_settings
@@ -197,12 +197,12 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
     parts: list[str] = []
     if promises.targets is not None:
         kind, scores = promises.targets.kind, promises.targets.scores
-        what = "intervals" if kind in ("deviation", "cdf") else "sets"
+        what = "intervals" if kind in INTERVAL_KINDS else "sets"
         counts = [score.count for score in scores]
         scarcest, of = scarcest_of(kind, counts)
         fewest = counts[scarcest]
         level = f"{rounded_down(fewest / (fewest + 1)):g}"
-        each = "" if len(scores) == 1 else f" for each of {len(scores)}"
+        each = "" if len(scores) == 1 or kind == "quantiles" else f" for each of {len(scores)}"
         if of:
             each += f" ({of} has {fewest:,} sample{'s' * (fewest != 1)}, the fewest)"
         if kind == "positions":
