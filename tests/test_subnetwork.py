@@ -173,3 +173,54 @@ def test_the_evidence_is_that_of_the_chosen_weights() -> None:
     assert uq.fit(
         model, [(x, y)], "subnetwork", n=5, prior_precision="evidence", progress=False
     ).prior_precision
+
+
+@pytest.mark.parametrize("kind", ["magnitude", "variance", "mask"])
+def test_independent_weights_of_a_subnetwork(kind: str, tmp_path: Path) -> None:
+    """``1 / (N d_i + tau)`` for the chosen weights, and nothing for the others, by every head."""
+    model, (x, y) = mlp(3, dtype=torch.float64), _data()
+    mask = {name: _mask().get(name, torch.zeros_like(p).bool()) for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"mask": _mask()} if kind == "mask" else {"n": 12, "by": kind}
+    with Watch(model):
+        posterior = _fit(model, structure="diag", **options)
+    flat = _flat({name: p.detach() for name, p in model.named_parameters()})
+    _, jacobian, fisher = _defined(model, flat.abs() >= 0)
+    diagonal = fisher.diagonal()
+    chosen = {
+        "magnitude": flat.abs() >= flat.abs().sort(descending=True).values[11],
+        "variance": diagonal <= diagonal.sort().values[11],
+        "mask": _flat(mask),
+    }[kind]
+    variance = torch.where(chosen, 1 / (diagonal + TAU), 0.0)
+    torch.testing.assert_close(_flat(dict(posterior.variance())), variance)
+    uq.save(posterior, tmp_path / "s.h5")
+    again = uq.load(tmp_path / "s.h5", model)
+    found = uq.wrap(model, again, "linearized").functional_covariance(x)
+    expected = torch.einsum("sop,p,skp->sok", jacobian, variance, jacobian)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    drawn = _flat(again.sample(4000, torch.Generator().manual_seed(0)), 1) - flat
+    torch.testing.assert_close(drawn.var(0), variance.float().double(), rtol=0.15, atol=0)
+    assert bool((drawn[:, ~chosen] == 0).all())
+    draws = uq.wrap(model, again, "sampling", n_samples=1000, seed=0)(x).probs
+    torch.testing.assert_close(uq.wrap(model, again, "moments")(x).probs, draws, rtol=0, atol=0.03)
+    part = uq.fit(
+        model, [(x[:18], y[:18])], uq.Subnetwork(mask=_chosen_mask(posterior), structure="diag", fisher="exact"),
+        prior_precision=TAU, progress=False,
+    )  # fmt: skip
+    part = uq.update(part, [(x[18:], y[18:])], progress=False)
+    torch.testing.assert_close(_flat(dict(part.variance())), variance)
+
+
+def _chosen_mask(posterior: uq.Posterior) -> dict[str, Tensor]:
+    return {name: variance > 0 for name, variance in posterior.variance().items()}
+
+
+def test_a_subnetwork_of_what_requires_gradients() -> None:
+    model = mlp(3, dtype=torch.float64)
+    model[0].requires_grad_(False)
+    for structure in ("full", "diag"):
+        options: dict[str, Any] = {"layers": "trainable", "prior_precision": TAU, "progress": False}
+        posterior = uq.fit(model, [_data()], uq.Subnetwork(n=7, structure=structure), **options)  # type: ignore[arg-type]
+        variance = posterior.variance()
+        assert [*variance] == ["2.weight", "2.bias"]
+        assert sum(int((v > 0).sum()) for v in variance.values()) == 7

@@ -18,6 +18,7 @@ OWN = {
     "diag": uq.Diagonal(dtype=torch.float64),
     "full": uq.Dense(dtype=torch.float64),
     "subnetwork": uq.Subnetwork(n=11, dtype=torch.float64),
+    "subnetwork, diagonal": uq.Subnetwork(n=11, structure="diag", dtype=torch.float64),
     "inf": uq.INF(rank=12, dtype=torch.float64),
 }
 MEANS = OWN | {"kfac": uq.KFAC(dtype=torch.float64), "efb": uq.EFB(dtype=torch.float64)}

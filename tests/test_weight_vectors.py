@@ -37,6 +37,7 @@ METHODS: dict[str, uq.Method] = {
     "efb": uq.EFB(**WIDE),
     "full": uq.Dense(**WIDE),
     "subnetwork": uq.Subnetwork(n=11, **WIDE),
+    "subnetwork, diagonal": uq.Subnetwork(n=11, structure="diag", **WIDE),
     "inf": uq.INF(rank=12, **WIDE),
     "inf without a residual": uq.INF(rank=4, **WIDE),
     "utvi": uq.UTVI(epochs=1),

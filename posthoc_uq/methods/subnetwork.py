@@ -1,10 +1,10 @@
-"""`Subnetwork`: the full Fisher of single weights that are chosen."""
+"""`Subnetwork`: the Fisher of single weights that are chosen, full or its diagonal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,20 +17,21 @@ from posthoc_uq.files.tensors import parameter_shapes
 from posthoc_uq.methods.laplace import JOINT, Laplace, squares_of
 from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block, packed
-from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES, ChosenDiagonalBlock, SubnetworkBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import layer_matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subnetwork(Laplace):
-    """The full Fisher of a few single weights, with all others certain.
+    """The full Fisher of a few single weights, or its diagonal, with all others certain.
 
     ``I_S = E[g_S g_S^T]`` over the chosen weights S of the chosen layers (Daxberger, Nalisnick, Allingham, Antoran,
     Hernandez-Lobato 2021, "Bayesian deep learning via subnetwork inference").
 
-    One sweep, one more to choose by variance, and a number for every pair of chosen weights. The prior and
-    the log marginal likelihood are those of the chosen weights alone.
+    One sweep, one more to choose by variance, and a number for every pair of chosen weights; of the diagonal one sweep
+    and a number for every weight. The prior and the log marginal likelihood are those of the chosen weights alone.
+    Kronecker factors belong to whole parameters: ``uq.KFAC()`` with ``layers="trainable"``, or with their names.
 
     Attributes:
         n: how many weights are chosen; all, where there are fewer.
@@ -38,24 +39,32 @@ class Subnetwork(Laplace):
             diagonal posterior, the smallest diagonal of the Fisher. Of equal ones the first.
         mask: the weights to choose instead: tensors of bool by the name of the parameter, of its shape; parameters
             without one are certain.
+        structure: of the Fisher: ``"full"``, or ``"diag"`` for independent weights.
     """
 
     name: ClassVar[str] = "subnetwork"
-    joint: ClassVar[bool] = True
-    block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork",)
+    block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork", "subnetwork_diag")
 
     n: Count = 1000
     by: Literal["magnitude", "variance"] = "magnitude"
     mask: Mapping[str, Tensor] | None = None
+    structure: Literal["full", "diag"] = "full"
+
+    @property
+    def joint(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one block holds all layers."""
+        return self.structure == "full"
 
     def passes(self) -> int:
-        return 2 if self.by == "variance" and self.mask is None else 1
+        return 2 if self.by == "variance" and self.mask is None and self.joint else 1
 
     def describe_fit(self) -> dict[str, Any]:
         return {"weights chosen": "by a mask" if self.mask is not None else f"at most {self.n}, by {self.by}"}
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        chosen = self._chosen(task)
+        if not self.joint:
+            return self._diagonal_blocks(task)
+        chosen = self._chosen(task, None)
         count = int(chosen.sum())
         if 8 * count**2 > LARGEST_BYTES:
             raise PosthocUQError(
@@ -65,15 +74,31 @@ class Subnetwork(Laplace):
         fisher = _fisher(task, chosen)[JOINT]["fisher"]
         return {JOINT: SubnetworkBlock(fisher, packed(chosen).to(fisher.device), len(chosen))}
 
+    def _diagonal_blocks(self, task: Task) -> dict[str, Block]:
+        diagonals, blocks, start = _diagonals(task), dict[str, Block](), 0
+        chosen = self._chosen(task, diagonals)
+        for name, diagonal in diagonals.items():
+            mask = chosen[start : start + diagonal.numel()].to(diagonal.device)
+            start += diagonal.numel()
+            kept = diagonal * mask.reshape(diagonal.shape)
+            blocks[name] = ChosenDiagonalBlock(kept, packed(mask))
+        return blocks
+
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        block = posterior.blocks[JOINT]
-        assert isinstance(block, SubnetworkBlock)
+        block = posterior.blocks.get(JOINT)
+        if not isinstance(block, SubnetworkBlock):
+            masks = {name: part.uncertain() for name, part in posterior.blocks.items()}
+            found = _diagonals(task)
+            return {
+                name: {"diagonal": own * cast(Tensor, masks[name]).to(own.device)}
+                for name, own in found.items()
+            }
         chosen = torch.zeros(block.weights, dtype=torch.bool, device="cpu")
         chosen[block.index.cpu()] = True
         return _fisher(task, chosen)
 
-    def _chosen(self, task: Task) -> Tensor:
-        """Which weights of the layers are chosen, ``(weights,)`` on the CPU."""
+    def _chosen(self, task: Task, diagonals: Mapping[str, Tensor] | None) -> Tensor:
+        """Which weights of the layers are chosen, ``(weights,)`` on the CPU; by `_diagonals` where they are known."""
         if self.mask is not None:
             return _masked(self.mask, task)
         if self.by == "magnitude":
@@ -81,11 +106,17 @@ class Subnetwork(Laplace):
             parts = [layer_matrix(layer, parameters) for layer in task.layers.values()]
             scores = torch.cat([part.abs().flatten().cpu() for part in parts])
         else:
-            squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
-            samples = task.sweep(squares, "diagonal")
-            scores = -torch.cat([sums.diagonal(samples).flatten().cpu() for (sums,) in squares.values()])
+            known = diagonals or _diagonals(task)
+            scores = -torch.cat([diagonal.flatten().cpu() for diagonal in known.values()])
         first = torch.argsort(as_double(scores), descending=True, stable=True)[: self.n]
         return torch.zeros(len(scores), dtype=torch.bool, device="cpu").index_fill(0, first, True)
+
+
+def _diagonals(task: Task) -> dict[str, Tensor]:
+    """The diagonal of the Fisher by layer, in one sweep."""
+    squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
+    samples = task.sweep(squares, "diagonal")
+    return {name: sums.diagonal(samples) for name, (sums,) in squares.items()}
 
 
 def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:

@@ -38,6 +38,7 @@ from posthoc_uq.posteriors.covariance import (
     Kronecker,
     Variances,
     WideKronecker,
+    log_sum,
 )
 
 
@@ -433,6 +434,45 @@ class SubnetworkBlock(Block):
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")
         return block
+
+
+class ChosenPrecision(DiagonalPrecision):
+    """A diagonal precision ``(G, m, n)`` of the chosen weights; the others are certain."""
+
+    def __init__(self, precision: Tensor, chosen: Tensor, like: Tensor) -> None:
+        self.weights = torch.where(chosen, precision.reciprocal(), 0.0).to(like)
+        self._log_determinant = log_sum(precision[chosen])
+
+
+@dataclass(eq=False, repr=False)
+class ChosenDiagonalBlock(Block):
+    """`DiagonalBlock` of the chosen weights of a layer; the others are certain.
+
+    Attributes:
+        diagonal: 0 for the others.
+        kept: one bit for each weight, packed eight to a byte, the first the highest.
+    """
+
+    kind = "subnetwork_diag"
+    makes = ChosenPrecision
+    per_weight_prior = True
+    factorises = False
+    columns: ClassVar[Mapping[str, str]] = {"chosen": "weights that are uncertain"}
+
+    diagonal: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
+    kept: Annotated[Tensor, TensorField(BITS, bits=True, largest=255.0)]
+
+    def uncertain(self) -> Tensor:
+        return unpacked(self.kept, self.diagonal.numel()).reshape(self.diagonal.shape)
+
+    def covariance(self, settings: PrecisionSettings) -> ChosenPrecision:
+        return ChosenPrecision(settings.precision(self.diagonal), self.uncertain(), self.diagonal)
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        return scale * torch.diag_embed(self.diagonal.flatten(1))
+
+    def summary(self) -> dict[str, Any]:
+        return {"chosen": int(self.uncertain().sum())}
 
 
 @dataclass(eq=False, repr=False)
