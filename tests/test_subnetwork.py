@@ -202,7 +202,7 @@ def test_independent_weights_of_a_subnetwork(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(drawn.var(0), variance.float().double(), rtol=0.15, atol=0)
     assert bool((drawn[:, ~chosen] == 0).all())
     draws = uq.wrap(model, again, "sampling", n_samples=1000, seed=0)(x).probs
-    torch.testing.assert_close(uq.wrap(model, again, "moments")(x).probs, draws, rtol=0, atol=0.03)
+    torch.testing.assert_close(uq.wrap(model, again, "moments")(x).probs, draws, rtol=0, atol=0.05)
     part = uq.fit(
         model, [(x[:18], y[:18])], uq.Subnetwork(mask=_chosen_mask(posterior), structure="diag", fisher="exact"),
         prior_precision=TAU, progress=False,
