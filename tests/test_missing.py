@@ -188,6 +188,127 @@ def test_without_the_option_nan_is_an_error_that_names_it() -> None:
         fitted(model_of("regression"), in_batches(alone), uq.Gaussian(missing="ignore"))
 
 
+# What is measured of predictions
+
+
+def filled(model: nn.Module, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Noisy values of what the model predicts, and which of them are there: of the second output fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(len(x), TARGETS, generator=generator, dtype=torch.float64)
+    there = torch.rand(len(x), TARGETS, generator=generator) < torch.tensor([0.7, 0.5])
+    there[:, 0] |= ~there.any(1)
+    there[:4] = False
+    return model(x).detach() + NOISE**0.5 * noise, there
+
+
+HELD_OUT = inputs_of(4, samples=90, seed=9, dtype=torch.float64)
+
+
+def test_measures_are_those_of_what_is_there() -> None:
+    model = model_of("regression")
+    posterior = fitted(model, in_batches(with_holes(VALUES)), uq.Gaussian(NOISE, missing="ignore"))
+    targets, there = filled(model, HELD_OUT, 2)
+    found = uq.evaluate(
+        uq.wrap(model, posterior), in_batches(with_holes(targets, there), HELD_OUT, 40), progress=False
+    )
+    law = uq.wrap(model, posterior)(HELD_OUT)
+    mean, variance, known = law.mean[there], law.variance[there], targets[there]
+    logs = (
+        torch.distributions.Normal(law.mean, law.variance.sqrt()).log_prob(targets).masked_fill(~there, 0.0)
+    )
+    inside = (known - mean).abs() <= 1.6448536269514722 * variance.sqrt()
+    measures = found.metrics[found.names[0]]
+    assert measures["RMSE"] == pytest.approx(float((mean - known).square().mean().sqrt()))
+    assert measures["log density"] == pytest.approx(float(logs[4:].sum(1).mean()))
+    assert measures["CRPS"] == pytest.approx(uq.evaluation.metrics.crps_gaussian(mean, variance, known))
+    assert measures["coverage of 90 %"] == pytest.approx(float(inside.double().mean()))
+    losses = torch.where(there, (law.mean - targets).square(), 0.0).sum(1)[4:] / there.sum(1)[4:]
+    torch.testing.assert_close(found.losses(), losses)
+    assert len(found.targets) == 86 and found.figures()
+
+
+def test_promises_are_by_what_is_there_of_each_output() -> None:
+    model = model_of("regression")
+    fit = fitted(model, in_batches(with_holes(VALUES)), uq.Gaussian(NOISE, missing="ignore"))
+    targets, there = filled(model, HELD_OUT, 2)
+    loader = in_batches(with_holes(targets, there), HELD_OUT, 40)
+    posterior = uq.calibrate(fit, loader, share=None, progress=False)
+    law = uq.wrap(model, posterior)(HELD_OUT)
+    scores = ((targets - law.mean).abs() / law.variance.sqrt()).double()
+    kept = posterior.history.promises.targets.scores
+    for output in range(TARGETS):
+        expected = scores[there[:, output], output].sort().values
+        torch.testing.assert_close(kept[output].values, expected)
+    found = uq.evaluate(uq.wrap(model, posterior), loader, progress=False)
+    low, high = law.interval(0.8)
+    inside = ((targets >= low) & (targets <= high))[there].double().mean()
+    name = found.names[0]
+    assert found.promised[name]["observed coverage of 80 %"] == pytest.approx(float(inside))
+    assert found.promised[name]["interval width of 80 %"] == pytest.approx(float((high - low)[there].mean()))
+
+    together = uq.calibrate(fit, loader, share=None, jointly=True, progress=False)
+    (joint,) = together.history.promises.targets.scores
+    law = uq.wrap(model, together)(HELD_OUT)
+    scores = ((targets - law.mean).abs() / law.variance.sqrt()).masked_fill(~there, 0.0)[4:]
+    torch.testing.assert_close(joint.values, scores.amax(1).sort().values)
+
+
+def test_labels_that_are_missing() -> None:
+    model = model_of("multilabel")
+    posterior = fitted(model, in_batches(with_holes(VALUES > 0)), uq.Multilabel(missing="ignore"))
+    targets, there = filled(model, HELD_OUT, 2)
+    targets = (targets > 0.2).double()
+    loader = in_batches(with_holes(targets, there), HELD_OUT, 40)
+    found = uq.evaluate(uq.wrap(model, posterior), loader, progress=False)
+    law = uq.wrap(model, posterior)(HELD_OUT)
+    probs, known, measures = law.probs[there], targets[there], found.metrics[found.names[0]]
+    of_labels = torch.where(targets == 1, law.probs, 1 - law.probs).log().masked_fill(~there, 0.0)
+    assert measures["NLL"] == pytest.approx(-float(of_labels[4:].sum(1).mean()))
+    assert measures["Brier"] == pytest.approx(float((probs - known).square().mean()))
+    assert measures["Hamming loss"] == pytest.approx(float(((probs > 0.5) != known.bool()).double().mean()))
+    precision, f1 = 0.0, 0.0
+    for label, rows in enumerate(there.T):
+        own, right = law.probs[rows, label], targets[rows, label].long()
+        precision += uq.evaluation.metrics.mean_average_precision(own[:, None], right[:, None]) / TARGETS
+        hits = int(((own > 0.5) & (right == 1)).sum())
+        f1 += 2 * hits / int((own > 0.5).sum() + right.sum()) / TARGETS
+    assert measures["mAP"] == pytest.approx(precision, rel=1e-6)
+    assert measures["F1 (macro)"] == pytest.approx(f1, rel=1e-6)
+    calibrated = uq.calibrate(posterior, loader, share=None, progress=False)
+    before = calibrated.history.promises.targets.scores
+    applies = there & (targets == 1)
+    assert [scores.count for scores in before] == applies.sum(0).tolist()
+
+
+def test_tuning_shifts_labels_by_what_is_there() -> None:
+    """As with the rows of each label alone, copied where both labels are there."""
+    model = model_of("multilabel")
+    posterior = fitted(model, in_batches(with_holes(VALUES > 0)), uq.Multilabel(missing="ignore"))
+    targets, there = filled(model, HELD_OUT, 2)
+    targets = (targets > -0.5).double()
+    options: dict[str, Any] = {"scaling": "bias", "progress": False}
+    found = uq.tune(posterior, in_batches(with_holes(targets, there), HELD_OUT, 40), **options)
+    apart = torch.cat([with_holes(targets, there & torch.eye(2).bool()[k]) for k in range(2)])
+    twice = uq.tune(posterior, in_batches(apart, torch.cat([HELD_OUT, HELD_OUT]), 40), **options)
+    assert found.class_shift == pytest.approx(twice.class_shift, rel=1e-3)
+    assert found.temperature == pytest.approx(twice.temperature, rel=1e-3)
+
+
+def test_leave_one_out_of_each_output_takes_its_own_rows() -> None:
+    model, likelihood = mlp(2), uq.Gaussian(NOISE, missing="ignore")
+    x, targets = X.float(), with_holes(VALUES).float()
+    posterior = fitted(model, [(x, targets)], likelihood, method="diag")
+    options: dict[str, Any] = {"criterion": "leave_one_out", "initialisations": 1, "progress": False}
+    found = uq.tune(posterior, [(x, targets)], **options)
+    errors = found.history.leave_one_out.noise_variance
+    for output in range(TARGETS):
+        rows = THERE[:, output]
+        alone = with_holes(VALUES, THERE & rows[:, None]).float()
+        own = uq.tune(posterior, [(x[rows], alone[rows])], **options)
+        expected = own.history.leave_one_out.noise_variance[output]
+        assert float(errors[output]) == pytest.approx(float(expected), rel=1e-6)
+
+
 class Together(uq.Likelihood):
     """Two values whose noise is correlated."""
 

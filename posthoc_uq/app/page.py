@@ -76,11 +76,17 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
         return {CALIBRATION: plots.reliability_diagram(calibration, bins=evaluation.bins)}
     values = {name: p for name, p in test.items() if p.kind == "values"}
     with_noise = {
-        name: (p.mean, p.variance, evaluation.targets)
+        name: _of_there(p, evaluation.targets)
         for name, p in cast(Mapping[str, RegressionPrediction], values).items()
         if bool((p.variance > 0).all())
     }
     return {COVERAGE: plots.coverage_plot(with_noise)} if with_noise else {}
+
+
+def _of_there(prediction: RegressionPrediction, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, total variance and targets, of those that are there."""
+    parts, there = (prediction.mean, prediction.variance, targets), prediction.there(targets)
+    return parts if there is None else (parts[0][there], parts[1][there], parts[2][there])
 
 
 def _risk(evaluation: Measurements) -> dict[str, Figure]:

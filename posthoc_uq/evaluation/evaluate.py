@@ -53,7 +53,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.prediction import Prediction, cat, score_of
+from posthoc_uq.likelihoods.prediction import Missing, Prediction, cat, score_of
 from posthoc_uq.likelihoods.selective import SCORES
 from posthoc_uq.likelihoods.weights import counting
 
@@ -195,11 +195,13 @@ class _Row:
         name: in the tables.
         call: from a batch to its prediction.
         reader: of batches for it.
+        missing: of its likelihood.
     """
 
     name: str
     call: Callable[[Batch], Prediction]
     reader: BatchReader
+    missing: Missing
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,7 @@ def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
             name or model.head,
             model,
             BatchReader.of(model.model, device=model.device, output=model.output_choice),
+            model.observation.missing,
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
@@ -283,12 +286,14 @@ def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
                 output = choice.of(output)
             return plain.prediction(output)
 
-        return _Row(name or "model", predict, BatchReader.of(twin, output=plain.choice))
+        reader = BatchReader.of(twin, output=plain.choice)
+        return _Row(name or "model", predict, reader, plain.likelihood.missing)
     if callable(model):
         return _Row(
             name or "function",
             lambda batch: plain.prediction(batch.copied().call_any(model)),
             BatchReader(torch.device("cpu")),
+            plain.likelihood.missing,
         )
     raise PosthocUQError(
         f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
@@ -425,7 +430,12 @@ def evaluate(
     n_examples = check_option("n_examples", n_examples, Natural)
     names = None if class_names is None else _listed("class_names", class_names)
     check_option("display", display, Callable[..., Any] | None)
-    reader = replace(rows[0].reader, batch_to_inputs=batch_to_inputs, batch_to_targets=batch_to_targets)
+    reader = replace(
+        rows[0].reader,
+        batch_to_inputs=batch_to_inputs,
+        batch_to_targets=batch_to_targets,
+        skips_missing=any(row.missing == "ignore" for row in rows),
+    )
 
     # the examples are chosen by the last row
     by = score or "entropy"

@@ -340,7 +340,9 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
             given = cast(Tensor, batch.targets).cpu().clone()
             posterior.likelihood.check(prediction.outputs_mean, given)
             targets, variance = prediction.fitting(given), as_double(prediction.variance)
-            squares.append(((targets - as_double(prediction.mean)).square() / variance).flatten())
+            ratios = (targets - as_double(prediction.mean)).square() / variance
+            there = prediction.there(targets)
+            squares.append(ratios.flatten() if there is None else ratios[there])
             logs.append(prediction.log_prob(targets.to(prediction.mean)).flatten())
             bar.advance(len(prediction))
     ratios, labels = torch.cat(squares), len(torch.cat(logs))
@@ -797,11 +799,9 @@ def _measured(
             regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
             scores_of_all = class_scores(probs[of_sets], "raps", uniform[of_sets], regularisation)
             all_scores = scores_of_all.gather(-1, labels[of_sets])
-        # of quantiles there is one value, and a column for each share
-        all_scores = all_scores.amax(1, keepdim=True) if jointly and kind != "quantiles" else all_scores
         if classes is not None and kind in get_args(SetScore) and not by_class:
             rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
-        columns = _split_scores(kind, all_scores, groups, classes if by_class else None)
+        columns = _split_scores(kind, all_scores, groups, classes if by_class else None, jointly)
         of_targets_kept = HeldOutTargets(
             kind=kind,
             scores=[held_out_scores(each) for each in columns],
@@ -868,16 +868,22 @@ def _input_scores(
     return scores, InputScores(inputs=kept, tails=tails)
 
 
-def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
-    """The scores apart: by class, by label, where it applies, by share of positions, where any counts, or by output.
+def _split_scores(
+    kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None, jointly: bool
+) -> list[Tensor]:
+    """The scores apart: by class, by label, where it applies, by share of positions, where any counts, or by output,
+    where it is there.
 
     Args:
         kind: of the scores.
         scores: (samples, columns).
         groups: as in `TargetScores`.
         classes: their number, where scores are to be kept by class.
+        jointly: whether the largest of a sample's scores, of those that are there, is the one that counts.
     """
-    if kind in ("label", "positions"):
+    if jointly and kind != "quantiles":  # of which there is one value, and a column for each share
+        scores, groups = scores.amax(1, keepdim=True), groups.amax(1, keepdim=True)
+    if kind in ("label", "positions", "deviation", "cdf"):
         found = [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
     elif classes is None:
         return list(scores.unbind(1))
@@ -885,7 +891,8 @@ def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: in
         found = [scores[groups == each] for each in range(classes)]
     empty = [str(each) for each, part in enumerate(found) if len(part) == 0]
     if empty:
-        name, way_out = ("label", "") if kind == "label" else ("class", ", or leave by_class out")
+        name = {"label": "label", "deviation": "output", "cdf": "output"}.get(kind, "class")
+        way_out = ", or leave by_class out" if name == "class" else ""
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         raise PosthocUQError(
             f"A promise for every {name} needs some of each among the samples that promise, and there are none of "

@@ -52,11 +52,19 @@ class ClassTable(NamedTuple):
             what was predicted, which is a mean over weights.
         labels: shares of the classes, or 0 and 1, of the same shape.
         softmax: whether rows are of one class.
+        known: how many rows have each label, where some are missing. Those have the logit -1e4 and the label 0, which
+            adds nothing to any sum.
     """
 
     logits: Numbers
     labels: Numbers
     softmax: bool
+    known: Numbers | None = None
+
+    @property
+    def rows(self) -> Numbers:
+        """How many rows have each class or label."""
+        return np.full(self.labels.shape[1], float(len(self.labels))) if self.known is None else self.known
 
     def before(self, settings: Hyperparameters) -> ClassTable:
         """The same without the temperature, shift and scale that these settings gave them."""
@@ -66,7 +74,8 @@ class ClassTable(NamedTuple):
 
     def of(self, classes: NDArray[np.bool_]) -> ClassTable:
         """Of these classes or labels alone."""
-        return self._replace(logits=self.logits[:, classes], labels=self.labels[:, classes])
+        known = None if self.known is None else self.known[classes]
+        return self._replace(logits=self.logits[:, classes], labels=self.labels[:, classes], known=known)
 
     def at(self, temperature: float) -> ClassTable:
         """Of logits as they are those at a temperature."""
@@ -103,7 +112,7 @@ class ClassTable(NamedTuple):
     def has_both(self) -> NDArray[np.bool_]:
         """Of which classes, or labels, some rows say yes and some no, ``(classes,)``; of classes: which any row has."""
         counts = self.labels.sum(0)
-        return counts > 0 if self.softmax else (counts > 0) & (counts < len(self.labels))
+        return counts > 0 if self.softmax else (counts > 0) & (counts < self.rows)
 
     def p_value(self) -> float:
         """How probable labels are that are, in their sums by class, as far from the mean probabilities: by a chi-square
@@ -124,7 +133,7 @@ class ClassTable(NamedTuple):
         from scipy.special import ndtr
 
         probs = self.probabilities(self.logits)
-        means, rates = probs.mean(0), self.labels.mean(0)
+        means, rates = probs.sum(0) / self.rows, self.labels.sum(0) / self.rows
         deviations = ((probs * (1 - probs)).sum(0) + 0.5) ** 0.5
         p_values = 2 * ndtr(-np.abs((self.labels - probs).sum(0)) / deviations) * len(means)
         if self.softmax and len(means) == 2:  # one says what the other does: the rarer one
@@ -197,17 +206,22 @@ class ClassRows:
         self._next += len(self._logits[-1]) * self._step - len(found)
         self._numbers += self._logits[-1].size
         if self._numbers > _MAX_NUMBERS:
-            table = self.table()
-            assert table is not None
-            self._logits, self._labels = [table.logits[::2]], [table.labels[::2]]
-            self._next += self._step * (len(table.logits) % 2)
+            logits, labels = np.concatenate(self._logits), np.concatenate(self._labels)
+            self._logits, self._labels = [logits[::2]], [labels[::2]]
+            self._next += self._step * (len(logits) % 2)
             self._step, self._numbers = 2 * self._step, self._logits[0].size
 
     def table(self) -> ClassTable | None:
         """All of them; None of none."""
         if not self._logits:
             return None
-        return ClassTable(np.concatenate(self._logits), np.concatenate(self._labels), self._softmax)
+        logits, labels = np.concatenate(self._logits), np.concatenate(self._labels)
+        missing = np.isnan(labels)
+        if not missing.any():
+            return ClassTable(logits, labels, self._softmax)
+        known = (~missing).sum(0).astype(float)
+        logits, labels = np.where(missing, _SMALLEST, logits), np.where(missing, 0.0, labels)
+        return ClassTable(logits, labels, self._softmax, known)
 
 
 def _one_hot(targets: Tensor, classes: int) -> Tensor:

@@ -372,11 +372,19 @@ def set_by_leave_one_out(
         kernel, targets, given = kernel[order][:, order], targets[order], given[order]
     if likelihood.logits and targets.shape[1] == 1:
         given = given.reshape(len(given))
-    left_out, parts = leave_one_out(kernel, targets, members), list[tuple[LeftOut, Tensor]]()
-    if samples > len(targets) and members is None:
-        for rows in torch.arange(len(targets), device="cpu").chunk(_PARTS):
-            parts.append((leave_one_out(kernel[rows][:, rows], targets[rows]), given[rows]))
-    growth = _Growth((left_out, given), parts, log(samples / len(targets)) / log(_PARTS))
+    power = log(samples / len(targets)) / log(_PARTS)
+    missing = targets.isnan()
+    growths = list[tuple[list[int], _Growth]]()  # of columns whose targets are there in the same rows
+    for columns_alike in _alike(missing):
+        own = (~missing[:, columns_alike[0]]).nonzero().flatten()
+        if len(own) == len(targets):
+            growths.append((columns_alike, _growth(kernel, targets[:, columns_alike], given, members, power)))
+        else:
+            named = None if members is None else members[own]
+            parts = kernel[own][:, own], targets[own][:, columns_alike], given[own], named
+            growths.append((columns_alike, _growth(*parts, power)))
+    growth = growths[0][1]
+    left_out = growth.whole[0]
     facts: dict[str, Any] = {
         "samples": samples,
         "rows": len(targets),
@@ -389,14 +397,31 @@ def set_by_leave_one_out(
         decades = growth.of_all(lambda found, logits: log10(likeliest_temperature(logits, found)))
         temperature = new_temperature(given, accuracy, left_out.units, 10.0**decades)
         return _with(posterior, LeaveOneOut(accuracy=accuracy, temperature=temperature, **facts))
-    residuals = (given.reshape(targets.shape) - targets).square().mean(0)
-    outputs_errors = [
-        growth.of_all(lambda found, _, n=n: float(found.squared_error[n])) for n in range(targets.shape[1])
-    ]
-    error = torch.tensor(outputs_errors, dtype=torch.float64, device="cpu")
+    residuals = (given.reshape(targets.shape) - targets).square().nanmean(0)
+    error = torch.zeros_like(residuals)
+    for columns_alike, growth in growths:
+        for place, column in enumerate(columns_alike):
+            error[column] = growth.of_all(lambda found, _, n=place: float(found.squared_error[n]))
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
     return _with(posterior, LeaveOneOut(noise_variance=error, noise_scale=scale, **facts))
+
+
+def _alike(missing: Tensor) -> list[list[int]]:
+    """The columns of a mask ``(rows, columns)`` in groups of those that are the same."""
+    found = dict[bytes, list[int]]()
+    for column, own in enumerate(missing.T.contiguous()):
+        found.setdefault(own.numpy().tobytes(), []).append(column)
+    return list(found.values())
+
+
+def _growth(kernel: Tensor, targets: Tensor, given: Tensor, members: Tensor | None, power: float) -> _Growth:
+    """Left-out predictions of all rows, and of their parts where there are more samples than rows."""
+    left_out, parts = leave_one_out(kernel, targets, members), list[tuple[LeftOut, Tensor]]()
+    if power > 0 and members is None:
+        for rows in torch.arange(len(targets), device="cpu").chunk(_PARTS):
+            parts.append((leave_one_out(kernel[rows][:, rows], targets[rows]), given[rows]))
+    return _Growth((left_out, given), parts, power)
 
 
 def _with(posterior: Posterior, found: LeaveOneOut) -> Posterior:

@@ -91,6 +91,10 @@ class MeanGradient:
         weights = weights_of(likelihood, outputs, batch)
         assert targets is not None and likelihood.noise_variance is not None
         residuals = as_double(targets) - rows @ self._matrix.T.to(rows)
+        if likelihood.missing == "ignore":
+            if self._posterior.method != "full" and bool(targets.isnan().any()):
+                raise _not_exact(f"is by method={self._posterior.method!r} with missing targets")
+            residuals = likelihood.where_there(residuals, targets)
         residuals = residuals / likelihood.noise_variance.to(rows)
         if weights is not None:
             residuals = residuals * weights.samples.to(rows).unsqueeze(1)

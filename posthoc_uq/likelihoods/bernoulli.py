@@ -31,8 +31,8 @@ from posthoc_uq.likelihoods.class_prediction import (
 from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.labels import NOT_SHARES, are_whole, refuse_soft, soft_log_prob
-from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, Missing, last_function
-from posthoc_uq.likelihoods.prediction import OnDemand
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
+from posthoc_uq.likelihoods.prediction import Missing, OnDemand
 
 
 class LabelFields(Record):
@@ -183,12 +183,13 @@ class Multilabel(_Labels):
                 labels = block.shape[2]
                 yield block.flatten(1)
 
-        return MultilabelPrediction.of_pairs(classes_of_draws(rows(), binary=True), labels)
+        return MultilabelPrediction.of_pairs(classes_of_draws(rows(), binary=True), labels, self.missing)
 
     def from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
         """Every label by itself."""
         flat = outputs._replace(mean=outputs.mean.reshape(-1), variance=outputs.variance.reshape(-1))
-        return MultilabelPrediction.of_pairs(classes_of_gaussian(flat, binary=True), outputs.mean.shape[1])
+        binary, labels = classes_of_gaussian(flat, binary=True), outputs.mean.shape[1]
+        return MultilabelPrediction.of_pairs(binary, labels, self.missing)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,12 +235,15 @@ class MultilabelPrediction(LogitsPrediction):
         super().__post_init__()
 
     @classmethod
-    def of_pairs(cls, binary: ClassPrediction, labels: int) -> MultilabelPrediction:
+    def of_pairs(
+        cls, binary: ClassPrediction, labels: int, missing: Missing = "error"
+    ) -> MultilabelPrediction:
         """From the prediction of every label by itself.
 
         Args:
             binary: of ``batch * labels`` single logits, the labels of one input side by side.
             labels: how many an input has.
+            missing: of the likelihood.
         """
         logits = binary.logits
         # else they are computed when they are read
@@ -253,6 +257,7 @@ class MultilabelPrediction(LogitsPrediction):
             binary.log_probs.reshape(-1, labels, 2),
             None if variance is None else variance[:, 1].reshape(-1, labels),
             logits=None if logits is None else logits.mapped(lambda t: t.unflatten(0, (-1, labels))),
+            missing=missing,
         )
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
@@ -300,7 +305,8 @@ class MultilabelPrediction(LogitsPrediction):
         return self.probs > threshold
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """(batch,), in nats: the sum over labels of the log of the mean probability; of soft labels the mean over them.
+        """(batch,), in nats: the sum over labels of the log of the mean probability; of soft labels the mean over them,
+        of missing ones nothing.
 
         Args:
             targets: (batch, labels), 0 or 1, or probabilities of 1.
@@ -324,7 +330,8 @@ class MultilabelPrediction(LogitsPrediction):
             raise PosthocUQError(
                 f"Labels must be shaped like the probabilities, {tuple(self.probs.shape)}, not {tuple(targets.shape)}."
             )
-        if not bool(((targets >= 0) & (targets <= 1)).all()):
+        fits = (targets >= 0) & (targets <= 1)
+        if not bool((fits if self.missing == "error" else fits | targets.isnan()).all()):
             raise PosthocUQError(NOT_SHARES.format("multilabel"))
         return targets.long() if are_whole(targets) else targets
 
@@ -334,8 +341,9 @@ class MultilabelPrediction(LogitsPrediction):
         Raises:
             PosthocUQError: labels are soft.
         """
-        refuse_soft(targets)
-        return TargetScores("label", 1 - as_double(self.probs), targets)
+        known = targets if self.missing == "error" else targets.nan_to_num(0.0)
+        refuse_soft(known)
+        return TargetScores("label", 1 - as_double(self.probs), known.long())
 
     def coverage(
         self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
@@ -348,22 +356,24 @@ class MultilabelPrediction(LogitsPrediction):
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy. The first
-        three take soft labels above 0.5 as 1, the others as they are.
+        three take soft labels above 0.5 as 1, the others as they are. Over all labels that are there.
         """
-        labels = (targets > 0.5).long()
+        labels, there = (targets > 0.5).long(), self.there(targets)
+        known = torch.ones_like(labels).bool() if there is None else there
+        squares = (as_double(self.probs) - as_double(targets.to(self.probs.device))).square()
+        wrong = self.predicted() != labels.to(self.probs.device)
         return {
-            "mAP": metrics.mean_average_precision(self.probs, labels),
-            "F1 (macro)": metrics.f1_score(self.probs, labels),
-            "F1 (micro)": metrics.f1_score(self.probs, labels, "micro"),
-            "Hamming loss": float(self.losses(targets).mean()),
+            "mAP": metrics.mean_average_precision(self.probs, labels, there),
+            "F1 (macro)": metrics.f1_score(self.probs, labels, "macro", there),
+            "F1 (micro)": metrics.f1_score(self.probs, labels, "micro", there),
+            "Hamming loss": float(as_double(wrong[known]).mean()),
             "NLL": -float(as_double(self.log_prob(targets)).mean()),
-            "Brier": float(
-                (as_double(self.probs) - as_double(targets.to(self.probs.device))).square().mean()
-            ),
-            "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
+            "Brier": float(squares[known].mean()),
+            "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins, there),
             "mean entropy": float(as_double(self.entropy()).mean()),
         }
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of the labels that are decided wrongly; soft ones above 0.5 count as 1."""
-        return as_double(self.predicted() != (targets > 0.5).to(self.probs.device)).mean(-1)
+        wrong = as_double(self.predicted() != (targets > 0.5).to(self.probs.device))
+        return self.mean_of_there(wrong, targets)

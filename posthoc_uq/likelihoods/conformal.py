@@ -55,7 +55,7 @@ class TargetScores(NamedTuple):
         kind: of them.
         scores: (samples, columns), float64: by output, by label, or by share.
         groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
-            position counts; else 0.
+            position counts; of values whether it is there; else 0.
         shares: of positions, or of targets between two quantiles, ascending; None of others.
     """
 
@@ -65,10 +65,13 @@ class TargetScores(NamedTuple):
     shares: Sequence[float] | None = None
 
     @classmethod
-    def of_values(cls, kind: TargetScore, scores: Tensor) -> TargetScores:
-        """Of values, from scores ``(samples, ...)`` of their outputs."""
+    def of_values(cls, kind: TargetScore, scores: Tensor, there: Tensor | None = None) -> TargetScores:
+        """Of values, from scores ``(samples, ...)`` of their outputs, of which those count that are `there`."""
         flat = scores.reshape(scores.shape[0], -1)
-        return cls(kind, flat, torch.zeros_like(flat, dtype=torch.int64))
+        if there is None:
+            return cls(kind, flat, torch.ones_like(flat, dtype=torch.int64))
+        known = there.to(flat.device).reshape(flat.shape)
+        return cls(kind, flat.masked_fill(~known, 0.0), known.long())
 
 
 def without_by_class(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -96,7 +99,7 @@ class Coverage(NamedTuple):
         covered: (entries,), float64: whether the target, or a label that applies, is in its set; of positions whether
             at least the share `level` of an input's labels are in theirs; of values whether the target has a score that
             belongs to the interval (bounds of counts, which are whole, may hold more), mean over outputs, or whether
-            all have where they are promised jointly.
+            all have where they are promised jointly; where some are missing, an entry for each that is there.
         sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
             they take long.
         inputs: (entries,), int64: the input of each.

@@ -18,7 +18,8 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood, Missing
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood
+from posthoc_uq.likelihoods.prediction import Missing
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
 _LARGEST_MEAN = 1e15  # up to which targets are drawn: above it float64 does not hold all whole numbers

@@ -17,20 +17,20 @@ from torch.distributions import Normal, kl_divergence
 
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
-from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, Missing, at_nodes
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
+    Missing,
     Prediction,
     ValueTensors,
     by_input,
     check_probability,
     interval_quality,
-    squared_errors,
 )
 
 _OF_SAMPLES = (
@@ -193,10 +193,12 @@ class Gaussian(_Normals):
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
         mean, variance = moments_of(map(at_least_float32, blocks))
-        return RegressionPrediction(mean, variance, self.noise(mean))
+        return RegressionPrediction(mean, variance, self.noise(mean), missing=self.missing)
 
     def from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
-        return RegressionPrediction(outputs.mean, outputs.variance, self.noise(outputs.mean))
+        return RegressionPrediction(
+            outputs.mean, outputs.variance, self.noise(outputs.mean), missing=self.missing
+        )
 
 
 class Heteroscedastic(_Normals):
@@ -331,7 +333,7 @@ class Heteroscedastic(_Normals):
 
     def _prediction(self, mean: Tensor, variance: Tensor, noise: Tensor) -> HeteroscedasticPrediction:
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        return HeteroscedasticPrediction(means, spread, noise, logs, log_spread)
+        return HeteroscedasticPrediction(means, spread, noise, logs, log_spread, missing=self.missing)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -369,6 +371,7 @@ class RegressionPrediction(Prediction):
             novelty_ratio: Tensor | None = None,
             promises: ConformalScores | str | None = None,
             sample_keys: Tensor | None = None,
+            missing: Missing = "error",
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -482,7 +485,8 @@ class RegressionPrediction(Prediction):
             )
         if bool((self.variance <= 0).any()):
             raise PosthocUQError("log_prob needs a positive variance; give a noise_variance above 0.")
-        density = self.normal.log_prob(targets.to(self.mean))
+        density, there = self.normal.log_prob(targets.to(self.mean)), self.there(targets)
+        density = density if there is None else density.masked_fill(~there.to(density.device), 0.0)
         return density if density.ndim == 1 else density.sum(dim=-1)
 
     def fitting(self, targets: Tensor) -> Tensor:
@@ -490,6 +494,7 @@ class RegressionPrediction(Prediction):
 
         Raises:
             PosthocUQError: there is another number of them.
+            NonFiniteError: some are NaN, and that does not stand for a missing target.
         """
         targets = as_targets(targets)
         if targets.numel() != self.mean.numel():
@@ -497,12 +502,18 @@ class RegressionPrediction(Prediction):
                 f"The targets have shape {tuple(targets.shape)} and the predictions {tuple(self.mean.shape)}; "
                 f"take them apart with batch_to_targets."
             )
-        return as_double(targets.reshape(self.mean.shape))
+        values = as_double(targets.reshape(self.mean.shape))
+        if self.missing == "error" and bool(values.isnan().any()):
+            raise NonFiniteError(
+                "Some targets are NaN. If that stands for a target that is not there, fit with "
+                "likelihood=uq.Gaussian(missing='ignore')."
+            )
+        return values
 
     def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
         """See `Prediction`: distances from the mean in predictive standard deviations."""
-        distances = (as_double(targets) - as_double(self.mean)).abs()
-        return TargetScores.of_values("deviation", distances / as_double(self.standard_deviation))
+        distances = (as_double(targets) - as_double(self.mean)).abs() / as_double(self.standard_deviation)
+        return TargetScores.of_values("deviation", distances, self.there(targets))
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of values."""
@@ -511,7 +522,14 @@ class RegressionPrediction(Prediction):
         return {"standard_deviation": deviation, "epistemic_variance": self.epistemic()} | novelty
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals."""
+        """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals; over all
+        targets that are there.
+        """
+        if (there := self.there(targets)) is not None and not bool(there.all()):
+            measures = self._flat(there).quality(targets[there], bins)
+            if "log density" in measures:  # a sum over an input's targets
+                measures["log density"] = float(as_double(self.log_prob(targets)).mean())
+            return measures
         measures = {"RMSE": metrics.rmse(self.mean, targets)}
         if bool((self.variance > 0).all()):
             measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
@@ -519,9 +537,14 @@ class RegressionPrediction(Prediction):
             measures |= interval_quality(self._own_interval, targets)
         return measures
 
+    def _flat(self, there: Tensor) -> RegressionPrediction:
+        """The predictions of single targets, those that are `there`, shaped like `mean`, as inputs of one output."""
+        parts = self.mean, self.epistemic_variance, self.noise_variance
+        return RegressionPrediction(*(part[there] for part in parts))
+
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the squared error, mean over outputs."""
-        return squared_errors(self.mean, targets)
+        return self.mean_of_there((as_double(self.mean) - as_double(targets)).square(), targets)
 
     def tensors(self) -> ValueTensors:
         novelty = self._novelty_like(self.mean.reshape(self.mean.shape[0], -1)[:, 0])

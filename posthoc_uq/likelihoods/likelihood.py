@@ -28,18 +28,16 @@ from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, mean_of, mo
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
     LEVELS,
+    Missing,
     Prediction,
     ValueTensors,
     by_input,
     check_probability,
     check_rows,
     interval_quality,
-    squared_errors,
 )
 
 Fisher = Literal["mc", "exact", "empirical"]
-Missing = Literal["error", "ignore"]
-"""What a NaN among the targets is: an error, or a target that is not there, which every sum leaves out."""
 Faults = Iterator[tuple[Tensor, Callable[[], str]]]
 """What may be wrong with numbers: a flag on their device, and a sentence about it."""
 Self = TypeVar("Self", bound="Likelihood")
@@ -762,7 +760,8 @@ class DrawnPrediction(Prediction):
             mean, epistemic = moments_of([by_draw(likelihood.mean, outputs)])
             if likelihood.defines("variance"):
                 noise_variance = by_draw(likelihood.variance, outputs).mean(0)
-        return cls(outputs.transpose(0, 1), likelihood, *functional, mean, epistemic, noise_variance)
+        parts = outputs.transpose(0, 1), likelihood, *functional, mean, epistemic, noise_variance
+        return cls(*parts, missing=likelihood.missing)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, likelihood={self.likelihood.name!r})"
@@ -952,8 +951,10 @@ class DrawnPrediction(Prediction):
         """See `Prediction`: distances of the distribution function from 1/2; None where the likelihood has none."""
         if not self.likelihood.defines("cdf"):
             return None
-        found = self.cdf(targets.reshape(self.functional_mean.shape))
-        return TargetScores.of_values("cdf", (as_double(found) - 0.5).abs())
+        values = targets.reshape(self.functional_mean.shape)
+        there = self.there(values)
+        found = self.cdf(values if there is None else self.likelihood.in_support(values))
+        return TargetScores.of_values("cdf", (as_double(found) - 0.5).abs(), there)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of values that are known, and the functional variance."""
@@ -973,6 +974,8 @@ class DrawnPrediction(Prediction):
         values = self._like_mean(targets)
         if values is not None:
             mean = cast(Tensor, self.mean)
+            if (there := self.there(values)) is not None:
+                mean, values = mean[there], values[there]
             measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
         measures["NLL"] = -float(as_double(self.log_prob(targets)).mean())
         if self.likelihood.defines("draw"):
@@ -980,7 +983,11 @@ class DrawnPrediction(Prediction):
             bounds = self._intervals(LEVELS, drawn)
             shape = bounds[LEVELS[0]][0].shape
             if shape.numel() == targets.numel():
-                measures |= interval_quality(bounds.__getitem__, as_double(targets.reshape(shape)))
+                values = as_double(targets.reshape(shape))
+                if (there := self.there(values)) is not None:
+                    values = values[there]
+                    bounds = {level: (low[there], high[there]) for level, (low, high) in bounds.items()}
+                measures |= interval_quality(bounds.__getitem__, values)
         return measures
 
     def _like_mean(self, targets: Tensor) -> Tensor | None:
@@ -994,7 +1001,8 @@ class DrawnPrediction(Prediction):
         values = self._like_mean(targets)
         if values is None:
             return -as_double(self.log_prob(targets))
-        return squared_errors(cast(Tensor, self.mean), values)
+        errors = as_double(cast(Tensor, self.mean)) - values
+        return self.mean_of_there(errors.square(), values)
 
     @property
     def loss_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -9,7 +9,8 @@ neither a wrong answer nor a right one. Users find them, and those of `posthoc_u
 
 * `probs` (inputs, classes) and `labels` (inputs,), integers; the Brier score and calibration errors also take soft
   labels (inputs, classes), of which each class counts by its share. Of several labels at once (names with "multilabel",
-  mAP, F1) both (inputs, labels), the labels 0 and 1, or for the calibration error between them.
+  mAP, F1) both (inputs, labels), the labels 0 and 1, or for the calibration error between them; `there`, of the same
+  shape, says which labels are known, by default all.
 * `mean`, `variance` (the total one), `lower`, `upper` and `targets` (inputs,) or (inputs, outputs), all of exactly one
   shape, so that nothing broadcasts by accident.
 * `scores_in` and `scores_out`: a score of inputs like the training data, and of foreign ones; larger means stranger.
@@ -256,7 +257,21 @@ def _check_bins(bins: int, binning: str = "equal_width") -> None:
     one_of("binning", binning, BINNINGS)
 
 
-def _multilabel(probs: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
+_NOT_THERE = -1  # for torchmetrics
+
+
+def _multilabel(
+    probs: Tensor, labels: Tensor, there: Tensor | None, soft: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Both in float64, labels as integers unless they are soft; a label that is not there is -1."""
+    if there is not None:
+        known = there.to(labels.device)
+        if known.shape != labels.shape or known.dtype != torch.bool or not bool(known.any()):
+            raise PosthocUQError(
+                f"there must be booleans shaped like the labels, {tuple(labels.shape)}, some of them true."
+            )
+        probs, found = _multilabel(probs, labels.masked_fill(~known, 0), None, soft)
+        return probs, found.masked_fill(~known.cpu(), _NOT_THERE)
     probs, labels = same_shape(probs=probs, labels=labels)
     if probs.ndim != 2:
         raise PosthocUQError(f"probs must be (inputs, labels), not {tuple(probs.shape)}.")
@@ -266,38 +281,50 @@ def _multilabel(probs: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tens
     return probs.clamp(0, 1), labels if soft else labels.long()
 
 
-def mean_average_precision(probs: Tensor, labels: Tensor) -> float:
+def mean_average_precision(probs: Tensor, labels: Tensor, there: Tensor | None = None) -> float:
     """The mean over labels of the average precision of ranking the inputs by the label's probability (mAP). Labels that
     no input has are left out; NaN if there are no others.
     """
-    from torchmetrics.functional.classification import multilabel_average_precision
+    from torchmetrics.functional.classification import binary_average_precision
 
-    probs, labels = _multilabel(probs, labels)
-    present = labels.any(dim=0)
-    if not bool(present.any()):
-        return math.nan
-    probs, labels = probs[:, present], labels[:, present]
-    return float(multilabel_average_precision(probs, labels, num_labels=probs.shape[1], average="macro"))
+    probs, labels = _multilabel(probs, labels, there)
+    found = list[Tensor]()
+    for of_label, own in zip(probs.T, labels.T, strict=True):
+        known = own != _NOT_THERE
+        if bool((own == 1).any()):
+            found.append(binary_average_precision(of_label[known], own[known]))
+    return float(torch.stack(found).mean()) if found else math.nan
 
 
-def f1_score(probs: Tensor, labels: Tensor, average: Literal["macro", "micro"] = "macro") -> float:
+def f1_score(
+    probs: Tensor,
+    labels: Tensor,
+    average: Literal["macro", "micro"] = "macro",
+    there: Tensor | None = None,
+) -> float:
     """The harmonic mean of precision and recall of the labels more probable than not: the mean over labels
     (``"macro"``), or of all decisions together (``"micro"``).
     """
     from torchmetrics.functional.classification import multilabel_f1_score
 
-    probs, labels = _multilabel(probs, labels)
+    probs, labels = _multilabel(probs, labels, there)
     one_of("average", average, ("macro", "micro"))
-    return float(multilabel_f1_score(probs, labels, num_labels=probs.shape[1], average=average))
+    left_out = None if there is None else _NOT_THERE
+    return float(
+        multilabel_f1_score(probs, labels, num_labels=probs.shape[1], average=average, ignore_index=left_out)
+    )
 
 
-def multilabel_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+def multilabel_calibration_error(
+    probs: Tensor, labels: Tensor, bins: int = 15, there: Tensor | None = None
+) -> float:
     """The expected calibration error of all labels' probabilities together, in bins of equal width: the gap between the
     mean probability in a bin and how often these labels are there.
     """
-    probs, labels = _multilabel(probs, labels, soft=True)
+    probs, labels = _multilabel(probs, labels, there, soft=True)
     _check_bins(bins)
-    return _gap(_binned(probs.flatten(), labels.flatten(), bins, "equal_width"))
+    known = labels != _NOT_THERE
+    return _gap(_binned(probs[known], labels[known], bins, "equal_width"))
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:

@@ -43,6 +43,8 @@ def mixture(predictions: Sequence[Prediction]) -> Prediction:
     kind = type(parts[0])
     of_gaussians = isinstance(parts[0], RegressionPrediction) and "mixed" not in vars(kind)
     found: Prediction = GaussianMixturePrediction.of(parts) if of_gaussians else kind.mixed(parts)
+    if parts[0].missing == "ignore":
+        found = found.changed(missing=parts[0].missing)
     return found.with_novelty(_joined_novelty(predictions))
 
 
@@ -189,6 +191,8 @@ class GaussianMixturePrediction(RegressionPrediction):
             raise PosthocUQError("log_prob needs a positive variance; give a noise_variance above 0.")
         values = targets.to(self.mean).unsqueeze(1)
         logs = Normal(self.means, self.deviations, validate_args=False).log_prob(values).flatten(2)
+        if (there := self.there(values)) is not None:
+            logs = logs.masked_fill(~there.flatten(2), 0.0)
         return torch.logsumexp(logs.sum(2) if self.mean.ndim > 1 else logs, 1) - math.log(self.means.shape[1])
 
     def _crps(self, targets: Tensor) -> float:
@@ -204,13 +208,23 @@ class GaussianMixturePrediction(RegressionPrediction):
         return float((distance - pairs / 2).mean())
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals."""
+        """See `RegressionPrediction`."""
+        if (there := self.there(targets)) is not None and not bool(there.all()):
+            return super().quality(targets, bins)
         measures = {"RMSE": metrics.rmse(self.mean, targets)}
         if bool((self.deviations > 0).all()):
             measures["log density"] = float(as_double(self.log_prob(targets)).mean())
             measures["CRPS"] = self._crps(targets)
             measures |= interval_quality(self._own_interval, targets)
         return measures
+
+    def _flat(self, there: Tensor) -> GaussianMixturePrediction:
+        """See `RegressionPrediction`."""
+        flat = super()._flat(there)
+        known = {name: getattr(flat, name) for name in ("mean", "epistemic_variance", "noise_variance")}
+        of_networks = (each.movedim(1, -1)[there] for each in (self.means, self.deviations))
+        values: dict[str, Any] = dict(zip(("means", "deviations"), of_networks, strict=True))
+        return GaussianMixturePrediction(**known, **values, functional=flat.mean)
 
 
 def _mean_distance(mean: Tensor, variance: Tensor) -> Tensor:

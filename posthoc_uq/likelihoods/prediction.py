@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from posthoc_uq.likelihoods.conformal import (
 )
 from posthoc_uq.likelihoods.selective import SCORES
 
+Missing = Literal["error", "ignore"]
+"""What a NaN among the targets is: an error, or a target that is not there, which every sum leaves out."""
 _MAX_WIDTHS = 200  # of intervals that take long
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
@@ -115,6 +117,8 @@ class Prediction(ABC):
         sample_keys: (batch,), hashes of the inputs, where sets are randomised.
         before_retuning: this prediction at the hyperparameters by which held-out scores were measured, where all
             held-out labels have since chosen others; else None. `at_promises` gives it.
+        missing: of the likelihood: with ``"ignore"`` targets that are NaN are left out of all that is computed of
+            targets.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
@@ -140,15 +144,16 @@ class Prediction(ABC):
             "fitting",
             "known_promises",
         ),
-        *("losses", "loss_name", "mistakes", "mixed", "naming", "novelty_ratio", "numbers", "of_one_network"),
-        *("retained_quality", "sample_keys", "shown_loss", "target_scores", "tensors", "unshifted"),
-        *("value_columns", "with_novelty"),
+        *("losses", "loss_name", "mean_of_there", "missing", "mistakes", "mixed", "naming", "novelty_ratio"),
+        *("numbers", "of_one_network", "retained_quality", "sample_keys", "shown_loss", "target_scores"),
+        *("tensors", "there", "unshifted", "value_columns", "with_novelty"),
     )
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
     promises: ConformalScores | str | None = None
     sample_keys: Annotated[Tensor | None, "batch", int] = None
     before_retuning: Remade | None = None
+    missing: Missing = "error"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -391,6 +396,17 @@ class Prediction(ABC):
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,), float64: the loss of each input's prediction, by which selective prediction is judged."""
 
+    def there(self, targets: Tensor) -> Tensor | None:
+        """Which targets are there, booleans in their shape; None for all of them."""
+        return None if self.missing == "error" else ~targets.isnan()
+
+    def mean_of_there(self, values: Tensor, targets: Tensor) -> Tensor:
+        """(batch,): the mean of the values of an input's targets, of those that are there."""
+        if (there := self.there(targets)) is None:
+            return by_input(values)
+        shown = there.to(values.device).reshape(len(values), -1)
+        return values.reshape(shown.shape).masked_fill(~shown, 0.0).sum(1) / shown.sum(1).clamp(min=1)
+
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """The mean loss on the remaining inputs when those with the largest scores are referred, by name.
 
@@ -517,15 +533,22 @@ class Prediction(ABC):
         promises = self.known_promises()
         within = as_double(found.scores <= promises.bounds(found.kind, level, found.scores.shape[1]))
         assert promises.targets is not None  # `bounds` found them
-        covered = within.amin(1) if len(promises.targets.scores) == 1 else within.mean(1)
-        inputs = torch.arange(len(self), device=covered.device)
+        there, inputs = found.groups > 0, torch.arange(len(self), device=within.device)
+        if len(promises.targets.scores) == 1:
+            covered = within.masked_fill(~there, 1.0).amin(1)
+        elif bool(there.all()):
+            covered = within.mean(1)
+        else:  # an entry for every target that is there
+            covered, inputs = within[there], there.nonzero()[:, 0]
         if not widths:
             return Coverage(covered, covered.new_empty(0), inputs, None, INTERVAL_WIDTH)
         # bounds by a distribution function are found by bisection
         step = 1 if found.kind == "deviation" else -(-len(self) // _MAX_WIDTHS)
         some: Any = self.picked(slice(None, None, step))
         low, high = map(as_double, some.interval(level))
-        return Coverage(covered, (high - low).reshape(len(some), -1).mean(1), inputs, None, INTERVAL_WIDTH)
+        each = (high - low).reshape(len(some), -1)
+        sizes = each.mean(1) if len(covered) == len(self) else each[there[::step]]
+        return Coverage(covered, sizes, inputs, None, INTERVAL_WIDTH)
 
     def mistakes(self, targets: Tensor) -> Tensor | None:
         """(batch,), bool: which predicted classes are wrong; None where not each input has one class."""
@@ -609,11 +632,6 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
 def by_input(values: Tensor) -> Tensor:
     """One number an input, ``(batch,)``: the mean over all other dimensions."""
     return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)
-
-
-def squared_errors(mean: Tensor, targets: Tensor) -> Tensor:
-    """``(batch,)``, float64: the squared error, mean over outputs."""
-    return by_input((as_double(mean) - as_double(targets)).square())
 
 
 def check_probability(name: str, value: float) -> float:

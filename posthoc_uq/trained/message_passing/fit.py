@@ -118,6 +118,11 @@ class _ExampleCollector:
             )
         checks.add(outputs.sum(), lambda total: require_outputs(total, outputs, place))
         check_targets(self._likelihood, outputs, targets, place, checks)
+        if self._likelihood.missing == "ignore" and bool(targets.isnan().any()):
+            raise PosthocUQError(
+                f"method='message_passing' learns from all targets of a sample, and in batch {place} some are missing; "
+                f"take a Laplace method for them."
+            )
         if self._likelihood.logits and not (are_whole(targets) and targets.numel() == samples):
             raise PosthocUQError(
                 f"method='message_passing' learns from labels that are class indices, and batch {place} has soft ones "
