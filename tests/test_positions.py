@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
 from posthoc_uq.core import sample_keys
-from posthoc_uq.likelihoods import Layout, PositionPrediction
+from posthoc_uq.likelihoods import LabelLayout, PositionPrediction
 from posthoc_uq.likelihoods.positions import positions_of_draws
 
 SAMPLES, CLASSES, TAU = 6, 3, 2.0
@@ -500,9 +500,9 @@ def test_files_keep_the_layout(tmp_path: Path) -> None:
     posterior = fit(own, "diag")
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", own.model)
-    assert loaded.likelihood.layout == Layout(-1, -100, True)
+    assert loaded.likelihood.layout == LabelLayout(-1, -100, True)
     assert uq.Categorical().attributes() == {"name": "classification"}
-    assert uq.Categorical.restore({"name": "classification"}).layout == Layout()
+    assert uq.Categorical.restore({"name": "classification"}).layout == LabelLayout()
     torch.testing.assert_close(
         uq.wrap(own.model, loaded)(own.x).probs, uq.wrap(own.model, posterior)(own.x).probs
     )
@@ -597,7 +597,7 @@ class Allocated(TorchDispatchMode):
 
 def test_streaming_takes_the_memory_that_it_states() -> None:
     generator = torch.Generator().manual_seed(0)
-    shape, layout = (1, 1, 21, 128, 128), Layout()
+    shape, layout = (1, 1, 21, 128, 128), LabelLayout()
 
     def blocks(draws: int):
         for _ in range(draws):

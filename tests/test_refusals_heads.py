@@ -35,8 +35,9 @@ def valued(likelihood: str = "regression") -> tuple[nn.Module, uq.Posterior]:
 
 
 def in_rows() -> Any:
-    model, own = valued()
-    return uq.wrap(nn.Sequential(*model, nn.Unflatten(1, (1, 1))), own, "linearized")(X)
+    model = net(outputs=2)
+    own = fit(model, [(X, torch.arange(12) % 3)], likelihood="ordinal")
+    return uq.wrap(nn.Sequential(*model, nn.Unflatten(1, (1, 2))), own, "linearized")(X)
 
 
 class Sorts(nn.Module):

@@ -492,12 +492,12 @@ class Sweep:
             checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
         else:
             checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
-        if targets is not None and likelihood.missing == "ignore":
+        by_position = weights is not None and weights.by_position is not None
+        if targets is not None and (by_position or likelihood.missing == "ignore"):
             counts = likelihood.target_counts(outputs, targets)
             if counts is not None:
-                checks.add(
-                    weighted(counts, None if weights is None else weights.samples).sum(0), summary.add_targets
-                )
+                of_rows = None if weights is None else weights.of_rows(len(counts))
+                checks.add(weighted(counts, of_rows).sum(0), summary.add_targets)
 
 
 def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
@@ -643,6 +643,7 @@ def squared_residuals(
 ) -> tuple[Tensor, Tensor] | None:
     """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
     weights of its targets (their number where there are none), by a forward pass over the data; None without targets.
+    Of outputs with positions those of each channel, where every position is a sample.
 
     Args:
         likelihood: a regression, or several heads of which some are one.
@@ -664,14 +665,14 @@ def squared_residuals(
             fault = likelihood.validation_error(outputs, batch.targets)
             with in_batch(str(index)):
                 weights = weights_of(likelihood, outputs, batch)
-            squares = (
-                as_double(likelihood.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
-            )
+            squares = as_double(likelihood.residuals(outputs, batch.targets)).square()
+            layout = likelihood.positions_of(outputs)
+            squares = squares.reshape(samples, -1) if layout is None else layout.rows(squares)
             known = likelihood.target_counts(outputs, batch.targets)
             known = torch.ones_like(squares) if known is None else known
             both = torch.stack([squares, known], 1)
             sums, *faults = on_host(
-                weighted(both, None if weights is None else weights.samples).sum(0),
+                weighted(both, None if weights is None else weights.of_rows(len(both))).sum(0),
                 *([] if fault is None else [fault]),
             )
             if any(faults):

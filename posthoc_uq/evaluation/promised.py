@@ -94,7 +94,7 @@ def coverage_by_group(
         features.append(prediction.predicted()[kept.inputs])
     elif kept.classes is not None:  # each label has a promise of its own
         features.append(kept.classes)
-    thresholds = [scores.count for scores in promises.targets.scores]
+    thresholds = [scores.samples for scores in promises.targets.scores]
     members = (
         [(as_double(kept.classes == place), count) for place, count in enumerate(thresholds)]
         if len(thresholds) > 1 and kept.classes is not None

@@ -401,7 +401,9 @@ class Description(Record):
             raise ValueError(f"has the likelihood {likelihood.name!r}, and the evidence of a regression")
         if evidence.targets:
             targets_per_sample, remainder = divmod(evidence.targets, evidence.samples)
-            if remainder or outputs not in (None, targets_per_sample):
+            several = self.features is not None and self.features.source == "positions"
+            known = targets_per_sample if outputs is None else outputs
+            if remainder or (targets_per_sample % known if several else targets_per_sample != known):
                 raise ValueError(
                     f"has evidence of {evidence.targets} targets of {evidence.samples} samples, which is no number of "
                     f"its outputs"

@@ -80,7 +80,7 @@ from posthoc_uq.likelihoods.labels import are_whole
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
-from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
+from posthoc_uq.likelihoods.weights import counted_alone, nothing_counts
 from posthoc_uq.posteriors.history import HeadRecord, Trial, Trials, recordable
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import BY_CLASS, HEADS
@@ -580,7 +580,7 @@ class _HeldOut:
                 "The weights of held-out data must be 0 or 1, since a promise counts every sample alike: "
                 "batch_to_weights=lambda batch: ... > 0."
             )
-        samples, layout = count_samples(batch), layout_of(self._likelihood, targets)
+        samples, layout = count_samples(batch), self._likelihood.layout_of_targets(targets)
         if tuple(weights.shape) == (samples,):
             return replace(batch, weights=None).select(weights > 0, samples)
         shape = None if layout is None else tuple(layout.counted(targets).shape)
@@ -722,6 +722,7 @@ def _measured(
     of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
     staying = list[Tensor]()
     kind: TargetScore | None = None
+    channels: int | None = None
     classes: int | None = None
     retuning = _Retuning(predictor)
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
@@ -764,12 +765,9 @@ def _measured(
             if found is not None and found.kind == "raps":
                 probs = as_double(cast(ClassPrediction, prediction).probs)
                 of_classes.append((probs, found.groups, uniforms(keys, 1).squeeze(1)))
-            if jointly and (found is None or found.kind not in INTERVAL_KINDS):
-                raise PosthocUQError(
-                    "jointly=True promises intervals of several values, and no values are predicted."
-                )
+            _check_joint(found, jointly)
             if found is not None:
-                kind = found.kind
+                kind, channels = found.kind, found.channels
                 of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
             bar.advance(len(prediction))
     first = torch.cat(tuning)
@@ -790,7 +788,9 @@ def _measured(
             name: wrong_up_to(kept, scores[name][second], errors)
             for name, kept in of_inputs_kept.inputs.items()
         }
-    if kind is not None:
+    if kind is not None and channels is not None:
+        of_targets_kept = _of_maps(kind, of_targets, channels)
+    elif kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])
         regularisation = None
@@ -821,6 +821,41 @@ def _measured(
         counted=of_counted_kept,
     )
     return found_scores, retuning, rare
+
+
+def _check_joint(found: TargetScores | None, jointly: bool) -> None:
+    """Refuse a promise of several values together where there are none.
+
+    Raises:
+        PosthocUQError: no values are predicted, or values at positions.
+    """
+    if not jointly:
+        return
+    if found is None or found.kind not in INTERVAL_KINDS:
+        raise PosthocUQError(
+            "jointly=True promises intervals of several values, and no values are predicted."
+        )
+    if found.channels is not None:
+        raise PosthocUQError(
+            "jointly=True is for values without positions; leave it out, and ask for the bounds of whole inputs: "
+            "prediction.interval(level, by='image')."
+        )
+
+
+def _of_maps(kind: TargetScore, of_targets: Sequence[TargetScores], channels: int) -> HeldOutTargets:
+    """The scores of values at positions.
+
+    Raises:
+        PosthocUQError: no position counts.
+    """
+    scores, groups = (
+        torch.cat(parts) for parts in zip(*[(f.scores, f.groups) for f in of_targets], strict=True)
+    )
+    there = groups.reshape(len(groups), channels, -1)[:, :, 0] == 1
+    if not bool(there.any(0).all()):
+        raise nothing_counts()
+    by_channel = scores.reshape(len(scores), channels, -1)
+    return HeldOutTargets.of_maps(kind, [by_channel[there[:, each], each] for each in range(channels)])
 
 
 def _staying(batch: Batch, shares: Tensor, seed: int) -> Tensor:

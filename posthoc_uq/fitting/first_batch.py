@@ -24,8 +24,8 @@ from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.proof import Prepared, in_unit_interval
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.labels import LabelLayout
 from posthoc_uq.likelihoods.prediction import check_rows
-from posthoc_uq.likelihoods.weights import layout_of
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of such classes of transformers end
 _SEQUENCES = "ForConditionalGeneration"  # and of those that turn one sequence into another
@@ -115,8 +115,8 @@ def unshifted_labels(model: nn.Module, batch: Batch, likelihood: Likelihood) -> 
     does not shift them.
     """
     targets = batch.targets
-    layout = None if targets is None else layout_of(likelihood, targets)
-    if targets is None or layout is None or layout.next_token or not _is_causal(model):
+    layout = None if targets is None else likelihood.layout_of_targets(targets)
+    if targets is None or not isinstance(layout, LabelLayout) or layout.next_token or not _is_causal(model):
         return None
     counted = targets.long() != layout.ignore_index
     same = any(

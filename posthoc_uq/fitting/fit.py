@@ -641,7 +641,8 @@ def _open_checkpoint(plan: FitPlan, task: Task) -> None:
 
 
 def _set_observation_noise(task: Task) -> str:
-    """Set the noise variance of each output by a forward pass over the data, and return in words where it came from.
+    """Set the noise variance of each output, or channel, by a forward pass over the data, and return in words where it
+    came from.
     Without targets it is taken as 1, with a warning.
 
     Raises:
@@ -659,7 +660,8 @@ def _set_observation_noise(task: Task) -> str:
     what = "its noise variance is of another kind"
     with nullcontext() if task.checkpoint is None else task.checkpoint.reading(what):
         variance = as_double(found["noise"]["variance"]).cpu()
-        if variance.shape != (task.prepared.outputs,):
+        # of outputs with positions one for each channel
+        if variance.ndim != 1 or task.prepared.outputs % max(1, len(variance)):
             raise ValueError(f"of shape {tuple(variance.shape)}, for {task.prepared.outputs} outputs")
     if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from posthoc_uq.likelihoods.joint import Joint, JointPrediction
     from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
+    from posthoc_uq.likelihoods.maps import MapPrediction
     from posthoc_uq.likelihoods.mixture import GaussianMixturePrediction
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
     from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
@@ -47,6 +48,7 @@ __all__ = [
     "Joint",
     "JointPrediction",
     "Likelihood",
+    "MapPrediction",
     "Multilabel",
     "MultilabelPrediction",
     "NegativeBinomial",
@@ -80,6 +82,7 @@ OFFERED = {
     "mixture": "GaussianMixturePrediction",
     "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",
     # predictions, and what an exported program gives of them
+    "maps": "MapPrediction",
     "positions": "PositionPrediction sequence_scores",
     "prediction": (
         "ClassTensors Prediction PromisedClassTensors PromisedValueTensors RankedClassTensors RankedValueTensors "
@@ -93,7 +96,7 @@ OFFERED = {
     "selective": "SCORES tail_of",
     # outputs: drawn, of a known distribution, at positions
     "draws": "OutputCovariance OutputGaussian of_covariance of_product",
-    "labels": "Layout",
+    "labels": "LabelLayout",
 }
 """By file, the names that come on first use."""
 

@@ -30,7 +30,7 @@ from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.labels import (
     MAX_SUM_ERROR,
     NOT_SOFT,
-    Layout,
+    LabelLayout,
     are_probabilities,
     are_soft,
     in_whole_numbers,
@@ -94,7 +94,7 @@ class Categorical(Likelihood):
     links: ClassVar[tuple[str, ...]] = LINKS
     fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
-    layout: Layout = Layout()
+    layout: LabelLayout = LabelLayout()
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Categorical(Likelihood):
     ) -> None:
         class_dim = check_option("class_dim", class_dim, Literal[1, -1])
         ignored = check_option("ignore_index", ignore_index, IgnoreIndex)
-        self.layout = Layout(class_dim, ignored, check_option("next_token", next_token, bool))
+        self.layout = LabelLayout(class_dim, ignored, check_option("next_token", next_token, bool))
         self.label_smoothing = check_option("label_smoothing", label_smoothing, LabelSmoothing)
 
     def attributes(self) -> dict[str, Any]:
@@ -127,9 +127,12 @@ class Categorical(Likelihood):
             return targets
         return F.one_hot(targets.reshape(len(outputs)).long(), outputs.shape[1])
 
-    def positions_of(self, outputs: Tensor) -> Layout | None:
+    def positions_of(self, outputs: Tensor) -> LabelLayout | None:
         """The layout of outputs that have positions, else None."""
         return self.layout if outputs.ndim > 2 else None
+
+    def layout_of_targets(self, targets: Tensor) -> LabelLayout | None:
+        return self.positions_of(targets if targets.is_floating_point() else targets.unsqueeze(1))
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         layout = self.positions_of(outputs)

@@ -44,6 +44,8 @@ INTERVAL_KINDS = ("deviation", "cdf", "quantiles")
 """Those by which they have intervals."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99, 1.0)
 """Of the positions of an input, whose quantiles of the scores are kept; a level is met by the next larger one."""
+FINE_SHARES = tuple(k / 400 for k in range(1, 401))
+"""Of the values of an input at positions, whose quantiles stand for all; those of `SHARES` are among them."""
 JOINT = "joint"
 """The name of the score of an input that joins all others (`posthoc_uq.likelihoods.selective.joint_surprise`)."""
 
@@ -57,12 +59,15 @@ class TargetScores(NamedTuple):
         groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
             position counts; of values whether it is there; else 0.
         shares: of positions, or of targets between two quantiles, ascending; None of others.
+        channels: of values at positions, how many a position has: columns are then by channel, and by share of
+            `FINE_SHARES`; else None.
     """
 
     kind: TargetScore
     scores: Tensor
     groups: Tensor
     shares: Sequence[float] | None = None
+    channels: int | None = None
 
     @classmethod
     def of_values(cls, kind: TargetScore, scores: Tensor, there: Tensor | None = None) -> TargetScores:
@@ -119,17 +124,19 @@ class HeldOutScores(Record):
 
     Attributes:
         values: (kept,), float64, ascending; the last is the largest of all.
-        count: of all samples.
+        count: of all scores.
+        each: how many scores a sample has; of values at positions more than one.
     """
 
     values: Annotated[
         Tensor, Listed(Annotated[list[Sum], Field(min_length=1, max_length=MAX_KEPT)], torch.float64)
     ]
     count: Count
+    each: Count = 1
     _known_ranks: Tensor = PrivateAttr()
 
     def __repr__(self) -> str:
-        return f"HeldOutScores({self.count:,} samples)"
+        return f"HeldOutScores({self.samples:,} samples)"
 
     __str__ = __repr__
 
@@ -139,11 +146,18 @@ class HeldOutScores(Record):
 
     @model_validator(mode="after")
     def _check_values(self) -> HeldOutScores:
+        if self.count % self.each:
+            raise ValueError(f"must have a multiple of {self.each} scores, not {self.count}")
         if len(self.values) != min(self.count, MAX_KEPT):
             raise ValueError(f"must have {min(self.count, MAX_KEPT)} values, not {len(self.values)}")
         if bool((self.values.diff() < 0).any()):
             raise ValueError("has values that do not ascend")
         return self
+
+    @property
+    def samples(self) -> int:
+        """n: how many samples the scores are of."""
+        return self.count // self.each
 
     @property
     def ranks(self) -> Tensor:
@@ -153,16 +167,17 @@ class HeldOutScores(Record):
     @property
     def lowest_rate(self) -> float:
         """The smallest p-value: ``1 / (n + 1)``."""
-        return 1 / (self.count + 1)
+        return 1 / (self.samples + 1)
 
     @property
     def highest_level(self) -> float:
         """The highest level that can be promised: ``n / (n + 1)``."""
-        return self.count / (self.count + 1)
+        return self.samples / (self.samples + 1)
 
 
-def held_out_scores(scores: Tensor) -> HeldOutScores:
-    """The scores of held-out samples ``(samples,)``, in the form that is kept.
+def held_out_scores(scores: Tensor, each: int = 1) -> HeldOutScores:
+    """The scores of held-out samples ``(samples,)``, in the form that is kept; of each sample several side by side
+    where `each` says so.
 
     Raises:
         NonFiniteError: a score is not finite.
@@ -174,7 +189,7 @@ def held_out_scores(scores: Tensor) -> HeldOutScores:
         raise PosthocUQError("A promise needs held-out samples, and there are none.")
     if not bool(values.isfinite().all()):
         raise NonFiniteError("A held-out score is not finite; a promise needs predictions that are finite.")
-    return HeldOutScores(values=values[_ranks(count) - 1], count=count)
+    return HeldOutScores(values=values[_ranks(count) - 1], count=count, each=each)
 
 
 def wrong_up_to(scores: HeldOutScores, samples: Tensor, wrong: Tensor) -> Tensor:
@@ -215,7 +230,9 @@ def rounded_down(share: float) -> float:
 
 
 def quantile(scores: HeldOutScores, level: float, of: str = "") -> float:
-    """The ``ceil((n + 1) level)``-th smallest score, or of thinned scores the next larger one that was kept.
+    """The ``ceil((n + 1) level)``-th smallest score, or of thinned scores the next larger one that was kept. Of K
+    scores a sample the ``ceil(K (n + 1) level)``-th smallest of all: the smallest that a mean share of ``(n + 1) level
+    / n`` of a sample's scores do not exceed.
 
     Args:
         scores: of held-out samples.
@@ -227,13 +244,13 @@ def quantile(scores: HeldOutScores, level: float, of: str = "") -> float:
     """
     if not 0 < level < 1:
         raise PosthocUQError(f"The level of a promise must be strictly between 0 and 1, not {level}.")
-    rank = ceil((scores.count + 1) * level - 1e-9)
+    rank = ceil((scores.count + scores.each) * level - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
         kind = of.rpartition(" ")[0]  # without its number
         every, one = (f" of every {kind}", f" of {of}") if of else ("", "")
         raise PosthocUQError(
-            f"A level of {level:g} needs {needed:,} held-out samples{every}, and {scores.count:,}{one} were kept for "
+            f"A level of {level:g} needs {needed:,} held-out samples{every}, and {scores.samples:,}{one} were kept for "
             f"promises; ask for at most {rounded_down(scores.highest_level):g}, or calibrate with more{one}"
             f"{', or without by_class' if kind == 'class' else ''}."
         )
@@ -357,16 +374,17 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
     return chosen
 
 
-def scores_of_positions(scores: Tensor, counted: Tensor) -> Tensor:
-    """By share of `SHARES` the smallest score that so large a share of an input's positions do not exceed,
+def scores_of_positions(scores: Tensor, counted: Tensor, of_shares: Sequence[float] = SHARES) -> Tensor:
+    """By share the smallest score that so large a share of an input's positions do not exceed,
     ``(inputs, shares)``; infinity where no position counts.
 
     Args:
         scores: ``(inputs, positions)``.
         counted: ``(inputs, positions)``, bool.
+        of_shares: in (0, 1], ascending.
     """
     ordered = scores.masked_fill(~counted, torch.inf).sort(1).values
-    shares = torch.tensor(SHARES, dtype=torch.float64, device="cpu")
+    shares = torch.tensor(of_shares, dtype=torch.float64, device="cpu")
     ranks = (as_double(counted.sum(1, keepdim=True)).cpu() * shares - 1e-9).ceil().long().to(scores.device)
     return ordered.gather(1, (ranks - 1).clamp(min=0))
 
@@ -378,24 +396,43 @@ class HeldOutTargets(Record):
         kind: of the scores.
         scores: of all targets, or those of each class, label, output or share.
         regularisation: of sets by ``"raps"``.
-        shares: of positions, or of targets between two quantiles, ascending, in the order of `scores`.
+        shares: of positions, or of targets between two quantiles, ascending, in the order of `scores` or `by_input`.
+        by_input: of values at positions: of each output, by share, the scores that so large a share of an input's
+            values do not exceed.
     """
 
     kind: TargetScore
     scores: Annotated[list[HeldOutScores], Field(min_length=1, max_length=2**20)]
     regularisation: Regularisation | None = None
     shares: Annotated[list[Unit], Field(min_length=1, max_length=64)] | None = None
+    by_input: Annotated[list[HeldOutScores], Field(min_length=1, max_length=2**20)] | None = None
+
+    @classmethod
+    def of_maps(cls, kind: TargetScore, by_channel: Sequence[Tensor]) -> HeldOutTargets:
+        """Of values at positions, from the scores of each channel, ``(inputs, FINE_SHARES)``, of inputs with positions
+        that count.
+        """
+        places = torch.tensor([FINE_SHARES.index(share) for share in SHARES], device="cpu")
+        return cls(
+            kind=kind,
+            scores=[held_out_scores(each.flatten(), each.shape[1]) for each in by_channel],
+            shares=list(SHARES),
+            by_input=[held_out_scores(own) for each in by_channel for own in each[:, places].unbind(1)],
+        )
 
     @model_validator(mode="after")
     def _check_shares(self) -> HeldOutTargets:
-        shares = self.shares
-        if (shares is not None) != (self.kind in ("positions", "quantiles")):
+        shares, by_input = self.shares, self.by_input
+        if (shares is not None) != (self.kind in ("positions", "quantiles") or by_input is not None):
             raise ValueError("must have shares if its scores are of positions or quantiles, and only then")
+        if by_input is not None and self.kind not in ("deviation", "cdf"):
+            raise ValueError("must have scores by input of values alone")
         if shares is None:
             return self
-        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)):
+        found = len(self.scores) if by_input is None else len(by_input) / len(self.scores)
+        if len(shares) != found or any(a >= b for a, b in pairwise(shares)):
             raise ValueError("must have as many ascending shares as scores")
-        if self.kind == "positions" and shares[-1] != 1:
+        if self.kind != "quantiles" and shares[-1] != 1:
             raise ValueError("must have 1 as the last share of positions")
         if self.kind == "quantiles" and not 0 < shares[0] <= shares[-1] < 1:
             raise ValueError("must have shares between 0 and 1 of targets between quantiles")
@@ -531,9 +568,7 @@ class ConformalScores(InputScores):
         """The largest score of a class that belongs to the set of a position."""
         shares = [] if self.targets is None else self.targets.shares or []
         thresholds = self._thresholds(("positions",), level, len(shares))
-        # the last share is 1, and levels are below it
-        share = next(place for place, share in enumerate(shares) if share >= level - 1e-12)
-        return float(thresholds[share])
+        return float(thresholds[_share_of(shares, level)])
 
     def quantile_bound(self, level: float) -> tuple[float, float]:
         """Which share of targets the quantiles have between them that an interval is made of, the nearest one to the
@@ -544,11 +579,24 @@ class ConformalScores(InputScores):
         nearest = min(range(len(shares)), key=lambda place: abs(shares[place] - level))
         return shares[nearest], float(thresholds[nearest])
 
-    def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
+    def bounds_by_input(self, kind: TargetScore | None, level: float, outputs: int) -> Tensor:
+        """Of values at positions the largest score of each output's value that belongs to an interval, so that so large
+        a share of inputs has so large a share of values within, ``(outputs,)``, float64.
+        """
+        self._thresholds((kind,), level, outputs)  # refuses what does not fit
+        assert self.targets is not None
+        by_input, shares = self.targets.by_input, self.targets.shares
+        if by_input is None or shares is None:
+            raise PosthocUQError("by='image' is for values at positions, and these have none; leave it out.")
+        share = _share_of(shares, level)
+        found = [quantile(each, level) for each in by_input[share :: len(shares)]]
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+    def bounds(self, kind: TargetScore | None, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""
         return self._thresholds((kind,), level, outputs).expand(outputs)
 
-    def _thresholds(self, kinds: tuple[str, ...], level: float, columns: int) -> Tensor:
+    def _thresholds(self, kinds: tuple[str | None, ...], level: float, columns: int) -> Tensor:
         count = 0 if self.targets is None else len(self.targets.scores)
         if self.kind not in kinds or count not in (1, columns):
             raise PosthocUQError(
@@ -563,7 +611,7 @@ class ConformalScores(InputScores):
         """
         assert self.targets is not None
         targets = self.targets.scores
-        scarcest, of = scarcest_of(self.kind, [scores.count for scores in targets])
+        scarcest, of = scarcest_of(self.kind, [scores.samples for scores in targets])
         quantile(targets[scarcest], level, of)  # an error names that one
         found = [quantile(scores, level) for scores in targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
@@ -683,6 +731,11 @@ class ConformalScores(InputScores):
         if name != JOINT:
             return {name: as_double(scores[name].detach()).cpu()}
         return {each: joint_score({each: tail}, scores) for each, tail in self.tails.items()}
+
+
+def _share_of(shares: Sequence[float], level: float) -> int:
+    """The place of the share by which a level is met; the last one is 1, and levels are below it."""
+    return next(place for place, share in enumerate(shares) if share >= level - 1e-12)
 
 
 def applying(promises: ConformalScores | str | None) -> ConformalScores:

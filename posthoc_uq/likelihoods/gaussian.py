@@ -23,7 +23,8 @@ from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
-from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
+from posthoc_uq.likelihoods.likelihood import Faults, at_nodes
+from posthoc_uq.likelihoods.positions import AtPositions, ChannelFields, Channelled
 from posthoc_uq.likelihoods.prediction import (
     Missing,
     Prediction,
@@ -38,22 +39,20 @@ _OF_SAMPLES = (
 )
 
 
-class NormalFields(Record):
-    """What NaN among the targets is."""
-
-    missing: Missing = "error"
-
-
-class _Normals(Likelihood, ABC):
+class _Normals(Channelled, ABC):
     """Targets that are normal given the outputs."""
 
-    fields: ClassVar[type[Record]] = NormalFields
-
+    fields: ClassVar[type[Record]] = ChannelFields
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
     links: ClassVar[tuple[str, ...]] = LINKS  # one closed form for all
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal: ...
+
+    def at_positions(self, rows: Any, positions: tuple[int, ...]) -> AtPositions:
+        from posthoc_uq.likelihoods.maps import MapPrediction
+
+        return MapPrediction(rows, positions, self.layout, missing=self.missing)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         normal = self.distribution(outputs)
@@ -61,7 +60,7 @@ class _Normals(Likelihood, ABC):
         return normal.loc + normal.scale * torch.special.ndtri(u).reshape(normal.loc.shape).to(normal.loc)
 
 
-class GaussianFields(NormalFields):
+class GaussianFields(ChannelFields):
     """One noise variance an output, or one for all."""
 
     noise_variance: Annotated[list[Magnitude], Field(min_length=1)]
@@ -70,6 +69,14 @@ class GaussianFields(NormalFields):
 class Gaussian(_Normals):
     """Regression: outputs ``(samples,)`` or ``(samples, outputs)`` are means, the noise variance is one
     number an output.
+
+    Maps and sequences, such as depth, a denoised image or a forecast, have outputs ``(samples, channels, *positions)``
+    and targets of the same shape, or ``(samples, *positions, channels)`` with ``channel_dim=-1``. The noise variance is
+    then one number a channel.
+
+    Args:
+        noise_variance: see the attribute.
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
 
     Attributes:
         noise_variance: ``(outputs,)``, in squared units of the targets, or one number for all. By default `fit` finds
@@ -84,7 +91,14 @@ class Gaussian(_Normals):
 
     _given = True  # the noise variance
 
-    def __init__(self, noise_variance: Tensor | float | None = None, *, missing: Missing = "error") -> None:
+    def __init__(
+        self,
+        noise_variance: Tensor | float | None = None,
+        *,
+        channel_dim: int = 1,
+        missing: Missing = "error",
+    ) -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
         self._given = noise_variance is not None
         noise_variance = 1.0 if noise_variance is None else noise_variance
@@ -118,31 +132,39 @@ class Gaussian(_Normals):
     def residual_sums(
         self, log_likelihood: float, samples: float | Sequence[float], outputs: int
     ) -> tuple[float, float]:
-        counts = host_double(samples).expand(outputs)
-        constant = float((self.noise_variance.log() + log(2 * pi)).expand(outputs) @ counts)
+        logs, counts = self.noise_variance.log() + log(2 * pi), host_double(samples)
+        if counts.ndim == 0:  # every position has all channels
+            total = float(counts) * outputs
+            constant = total * float(logs.mean())
+        else:
+            total = float(counts.sum())
+            constant = float(logs.expand(len(counts)) @ counts)
         # The rest of the log likelihood; rounding can make it slightly negative.
-        return max(0.0, -2 * log_likelihood - constant), float(counts.sum())
+        return max(0.0, -2 * log_likelihood - constant), total
 
     def target_counts(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Whether each target is there, ``(samples, outputs)``."""
-        there = self.there(targets)
+        """Whether each target is there, ``(samples, outputs)``, or ``(samples * positions, channels)``."""
+        there, layout = self.there(targets), self.positions_of(outputs)
+        if layout is not None:
+            return as_double(layout.rows(torch.ones_like(targets) if there is None else there))
         return None if there is None else as_double(there.reshape(len(outputs), -1))
 
     def noise(self, outputs: Tensor) -> Tensor:
-        """The noise variance, shaped to broadcast against outputs ``(..., outputs)``."""
+        """The noise variance, shaped to broadcast against outputs ``(samples, ...)``."""
         noise = self.noise_variance.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
-        return noise.reshape(()) if noise.numel() == 1 else noise
+        if noise.numel() == 1:
+            return noise.reshape(())
+        after = outputs.ndim - 2 if outputs.ndim > 2 and self.channel_dim == 1 else 0
+        return noise.reshape(-1, *[1] * after)
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        if outputs.ndim not in (1, 2):
+        self.check_positions(outputs, targets)
+        size = outputs.shape[self.channel_axis(outputs)] if outputs.ndim > 1 else 1
+        if self.noise_variance.numel() not in (1, size):
+            of = "channels" if outputs.ndim > 2 else "outputs"
             raise PosthocUQError(
-                f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the model gives "
-                f"{tuple(outputs.shape)}."
-            )
-        if self.noise_variance.numel() not in (1, outputs[0].numel()):
-            raise PosthocUQError(
-                f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
-                f"{outputs[0].numel()} outputs; it is one number, or one an output. {_OF_SAMPLES}"
+                f"noise_variance has {self.noise_variance.numel()} entries, but the model has {size} {of}; it is one "
+                f"number, or one for each of the {of}. {_OF_SAMPLES}"
             )
         if targets is not None and outputs.ndim == 2 and targets.numel() == len(outputs) < outputs.numel():
             raise PosthocUQError(
@@ -155,7 +177,9 @@ class Gaussian(_Normals):
         outputs = at_least_float32(outputs)
         return Normal(outputs, self.noise(outputs).sqrt().expand(outputs.shape), validate_args=False)
 
-    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        if outputs.ndim > 2:
+            return None
         return self.reshape_targets(outputs, targets).reshape(len(outputs), -1)
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -169,7 +193,7 @@ class Gaussian(_Normals):
     def fisher_root(self, outputs: Tensor) -> Tensor:
         return self.noise(outputs).rsqrt().expand(outputs.shape)
 
-    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+    def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """In closed form, with the prediction's noise variance; the mean over outputs."""
         network = Normal(at_least_float32(outputs), prediction.noise_variance.sqrt(), validate_args=False)
         return kl_divergence(network, prediction.normal).reshape(outputs.shape[0], -1).mean(1)
@@ -191,11 +215,11 @@ class Gaussian(_Normals):
         logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(self.in_support(values))
         return self.where_there(logs, values).reshape(mean.shape[0], -1).sum(1)
 
-    def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
+    def rows_from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
         mean, variance = moments_of(map(at_least_float32, blocks))
         return RegressionPrediction(mean, variance, self.noise(mean), missing=self.missing)
 
-    def from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
         return RegressionPrediction(
             outputs.mean, outputs.variance, self.noise(outputs.mean), missing=self.missing
         )
@@ -217,7 +241,8 @@ class Heteroscedastic(_Normals):
     name = "heteroscedastic"
     _log_factor = 0.0  # of `at_noise_scale`
 
-    def __init__(self, *, missing: Missing = "error") -> None:
+    def __init__(self, *, channel_dim: int = 1, missing: Missing = "error") -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
 
     def at_noise_scale(self, factor: float) -> Heteroscedastic:
@@ -229,11 +254,13 @@ class Heteroscedastic(_Normals):
         return likelihood
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        if outputs.ndim != 2 or outputs.shape[1] % 2 or outputs.shape[1] == 0:
+        size = outputs.shape[self.channel_axis(outputs)] if outputs.ndim > 1 else 0
+        if size % 2 or size == 0:
             raise PosthocUQError(
                 f"likelihood='heteroscedastic' needs outputs of shape (samples, 2 * targets), all means and after them "
                 f"the logarithms of all noise variances, and the model gives {tuple(outputs.shape)}."
             )
+        self.check_positions(outputs, targets)
         if targets is None:
             return
         if 2 * targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
@@ -245,17 +272,19 @@ class Heteroscedastic(_Normals):
 
     def by_output(self, of_targets: Tensor, outputs: Tensor) -> Tensor:
         """Of each target at its mean and at its log variance."""
-        halves = of_targets.reshape(len(outputs), -1)
-        return torch.cat([halves, halves], dim=1)
+        halves = of_targets if outputs.ndim > 2 else of_targets.reshape(len(outputs), -1)
+        return torch.cat([halves, halves], dim=self.channel_axis(outputs))
 
-    @staticmethod
-    def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and log variances, ``(..., targets)`` each."""
-        means, log_variances = at_least_float32(outputs).chunk(2, dim=-1)
+    def shape_of_targets(self, outputs: Tensor) -> tuple[int, ...]:
+        return tuple(self._halves(outputs)[0].shape)
+
+    def _halves(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and log variances, shaped like the targets each."""
+        means, log_variances = at_least_float32(outputs).chunk(2, dim=self.channel_axis(outputs))
         return means, log_variances
 
     def _means_and_logs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and logarithms of the noise variances at this noise scale, ``(..., targets)`` each."""
+        """Means and logarithms of the noise variances at this noise scale, shaped like the targets each."""
         means, log_variances = self._halves(outputs)
         return means, log_variances + self._log_factor
 
@@ -277,13 +306,14 @@ class Heteroscedastic(_Normals):
         targets, precision = self.reshape_targets(outputs, targets), (-logs).exp()
         residuals = means - targets
         by_means, by_logs = residuals * precision, 0.5 * (1 - residuals.square() * precision)
-        return torch.cat([self.where_there(each, targets) for each in (by_means, by_logs)], dim=1)
+        parts = [self.where_there(each, targets) for each in (by_means, by_logs)]
+        return torch.cat(parts, dim=self.channel_axis(outputs))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         _, logs = self._means_and_logs(outputs)
-        return torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=1)
+        return torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=self.channel_axis(outputs))
 
-    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+    def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """Of the Gaussian with the prediction's mean and variance, in closed form; the mean over targets."""
         return kl_divergence(self.distribution(outputs), prediction.normal).mean(1)
 
@@ -295,7 +325,7 @@ class Heteroscedastic(_Normals):
         targets = self.reshape_targets(mean, targets)
         squares = (self.in_support(targets) - means).square() + spread
         terms = -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi))
-        return self.where_there(terms, targets).sum(1)
+        return self.where_there(terms, targets).flatten(1).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
@@ -310,9 +340,10 @@ class Heteroscedastic(_Normals):
             return -0.5 * (squares / total + total.log() + log(2 * pi))
 
         densities, weights = at_nodes(log_density, logs, log_spread)
-        return self.where_there(torch.logsumexp(densities + weights.log(), 0), targets).sum(1)
+        logs_of_each = torch.logsumexp(densities + weights.log(), 0).reshape(targets.shape)
+        return self.where_there(logs_of_each, targets).flatten(1).sum(1)
 
-    def from_blocks(self, blocks: Iterable[Tensor]) -> HeteroscedasticPrediction:
+    def rows_from_blocks(self, blocks: Iterable[Tensor]) -> HeteroscedasticPrediction:
         outputs, noises, dtype = Moments(), Moments(), torch.float32
         for block in gathered(blocks):
             if block.ndim != 3 or block.shape[-1] % 2:
@@ -322,11 +353,11 @@ class Heteroscedastic(_Normals):
             block = at_least_float32(block)
             dtype = block.dtype
             outputs.add(block)
-            noises.add(self.variance(block))
+            noises.add(self.variance(block.flatten(0, 1)).reshape(*block.shape[:2], -1))
         mean, variance = (moment.to(dtype) for moment in outputs.result())
         return self._prediction(mean, variance, noises.result()[0].to(dtype))
 
-    def from_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
         """In closed form: the mean noise variance is ``exp(m_s + v_s / 2)``."""
         logs, log_spread = self._means_and_logs(outputs.mean)[1], self._halves(outputs.variance)[1]
         return self._prediction(outputs.mean, outputs.variance, (logs + log_spread / 2).exp())
@@ -435,10 +466,13 @@ class RegressionPrediction(Prediction):
         """
         if isinstance(self.promises, ConformalScores):
             outputs = 1 if self.mean.ndim == 1 else self.mean.shape[1]
-            factors = self.promises.bounds("deviation", level, outputs)
-            width = self.standard_deviation * factors.to(self.mean)
-            return self.mean - width, self.mean + width
+            return self.within(self.promises.bounds("deviation", level, outputs))
         return self._own_interval(level)
+
+    def within(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of the values whose scores (`target_scores`) are at most these, one an output."""
+        width = self.standard_deviation * scores.to(self.mean)
+        return self.mean - width, self.mean + width
 
     def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         """The bounds that the posterior gives by itself."""

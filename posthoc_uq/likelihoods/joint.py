@@ -176,7 +176,7 @@ class Joint(Likelihood):
         head = self.head_likelihoods[name]
         if name in self._by_name and type(head) is Categorical and len(shape) > 1:
             return [(Categorical(class_dim), shape) for class_dim in (1, -1)]
-        if isinstance(head, Gaussian) and len(shape) > 1 and not _accepts(head, shape, None):
+        if isinstance(head, Gaussian) and len(shape) > 1:
             return [(head, (prod(shape),))]
         return [(head, shape)]
 

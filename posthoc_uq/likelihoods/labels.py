@@ -94,24 +94,19 @@ def outside(targets: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where outputs of more than two dimensions have their classes, and which labels belong to which position.
+    """Where outputs of more than two dimensions have what is predicted at each position: classes, labels or values.
 
-    Positions (pixels, tokens) are what is left of the shape; as rows they are in the order of memory, the last
+    Positions (pixels, tokens, times) are what is left of the shape; as rows they are in the order of memory, the last
     dimension fastest.
 
     Attributes:
         class_dim: 1 for outputs ``(samples, classes, *positions)``, -1 for ``(samples, *positions, classes)``.
-        ignore_index: the label of a position that does not count, a class or not.
-        next_token: the outputs at position t predict the label at t + 1; those at the last position predict nothing
-            that is known.
     """
 
     class_dim: int = 1
-    ignore_index: int = -100
-    next_token: bool = False
 
     def classes(self, outputs: Tensor) -> int:
-        """The number of classes."""
+        """The number of classes, labels or values at a position."""
         return outputs.shape[self.class_dim]
 
     def positions(self, outputs: Tensor) -> tuple[int, ...]:
@@ -128,6 +123,70 @@ class Layout:
         """Rows ``(samples * positions, classes)`` in the shape of the outputs; the reverse of `rows`."""
         spread = rows.reshape(-1, *positions, rows.shape[-1])
         return spread.movedim(-1, 1) if self.class_dim == 1 else spread
+
+    def check(self, outputs: Tensor) -> None:
+        """Refuse outputs of a shape that has no positions in this layout.
+
+        Raises:
+            PosthocUQError: it has none.
+        """
+        if 0 in outputs.shape:
+            raise PosthocUQError(f"Outputs of shape {tuple(outputs.shape)} have no numbers.")
+
+    def fits(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Whether targets are of these positions."""
+        return targets.ndim == outputs.ndim and self.positions(targets) == self.positions(outputs)
+
+    def counts(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Which positions count, ``(samples, positions)`` of booleans: all that have a target, or without targets could
+        have one.
+        """
+        if targets is not None:
+            return self.counted(targets).to(outputs.device).flatten(1)
+        sizes = outputs.shape[0], prod(self.positions(outputs))
+        return torch.ones(sizes, dtype=torch.bool, device=outputs.device)
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Which targets count, ``(samples, *positions)`` of booleans in the order of the loader: those of a position
+        where any number is one.
+        """
+        return ~targets.isnan().all(self.class_dim)
+
+    def ignoring(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        """Targets of which some, ``(samples, *positions)`` of booleans in the order of the loader, do not count."""
+        targets = targets if targets.is_floating_point() else targets.float()
+        return targets.masked_fill(ignored.to(targets.device).unsqueeze(self.class_dim), torch.nan)
+
+    def without(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        """Targets of which some, ``(samples, *positions)``, have the weight 0 and may be anything, as ones that any
+        likelihood takes.
+        """
+        return targets.masked_fill(ignored.to(targets.device).unsqueeze(self.class_dim), 1)
+
+    def shifted(self, values: Tensor) -> Tensor:
+        """Values of targets in the order of the loader, ``(samples, positions)``, at the positions that predict these
+        targets.
+        """
+        return values
+
+    def attended(self, mask: Tensor) -> Tensor:
+        """Which tokens count by an attention mask, ``(samples, tokens)`` of booleans in the order of labels."""
+        return mask != 0
+
+
+@dataclass(frozen=True)
+class LabelLayout(Layout):
+    """The layout of classes, and which labels belong to which position.
+
+    Attributes:
+        class_dim: see `Layout`.
+        ignore_index: the label of a position that does not count, a class or not.
+        next_token: the outputs at position t predict the label at t + 1; those at the last position predict nothing
+            that is known.
+    """
+
+    ignore_index: int = -100
+    next_token: bool = False
 
     def check(self, outputs: Tensor) -> None:
         """Refuse outputs of a shape that has no positions in this layout.
@@ -175,7 +234,7 @@ class Layout:
         wanted = self.shape_of_labels(outputs)
         if tuple(targets.shape) == wanted and not targets.is_floating_point():
             return
-        other = Layout(-self.class_dim)
+        other = LabelLayout(-self.class_dim)
         advice = (
             f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
             if tuple(targets.shape) == other.shape_of_labels(outputs)
@@ -234,6 +293,17 @@ class Layout:
         # clamped: `fault` may not have been read yet, and on CUDA an index out of range ends the process
         return labels.clamp(0, self.classes(outputs) - 1).masked_fill(~counted, 0), counted
 
+    def fits(self, outputs: Tensor, targets: Tensor) -> bool:
+        return tuple(targets.shape) == self.shape_of_labels(outputs) or are_soft(targets, outputs)
+
+    def counts(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        return self.labels(outputs, targets)[1]
+
+    def attended(self, mask: Tensor) -> Tensor:
+        """See `Layout`; of outputs for the next token both must be attended."""
+        attended = mask != 0
+        return attended & attended.roll(1, 1) if self.next_token else attended
+
     def shifted(self, values: Tensor) -> Tensor:
         """Values of labels in the order of the loader, ``(samples, positions)``, at the positions that predict these
         labels; a position without a label has 0.
@@ -258,6 +328,9 @@ class Layout:
         if targets.is_floating_point():
             return targets.masked_fill(ignored.unsqueeze(self.class_dim), 0.0)
         return targets.long().masked_fill(ignored, self.ignore_index)
+
+    def without(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        return self.ignoring(targets, ignored)
 
     def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse

@@ -236,6 +236,10 @@ class Likelihood:
         """Where outputs have positions, each with a prediction of its own: how they are laid out. Else None."""
         return None
 
+    def layout_of_targets(self, targets: Tensor) -> Layout | None:
+        """`positions_of` the outputs that these targets are of."""
+        return None
+
     # The density and its gradients
 
     def distribution(self, outputs: Tensor) -> Distribution:
@@ -577,8 +581,9 @@ class Likelihood:
         return 0.0, 0.0
 
     def target_counts(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """How many targets of each noise variance a sample has, ``(samples, noise variances)``, for `residual_sums`;
-        None where all are there, or there is no noise variance.
+        """How many targets of each noise variance a sample has, ``(samples, noise variances)``, or a position of it,
+        ``(samples * positions, noise variances)``, for `residual_sums`; None where all are there, or there is no noise
+        variance.
         """
         return None
 
@@ -860,13 +865,17 @@ class DrawnPrediction(Prediction):
                 likelihood draws no targets.
         """
         if isinstance(self.promises, ConformalScores) and self.promises.kind == "cdf":
-            outputs = self.outputs.shape[2:]
-            reach = self.promises.bounds("cdf", level, math.prod(outputs)).reshape(outputs or (1,))
-            reach = (reach if outputs else reach.squeeze(0)).to(self.outputs)
-            lower, upper = self._first_value(0.5 - reach), self._first_value(0.5 + reach)
-            # a distribution function rounds to 1 at some value, and targets beyond it have the same score
-            return lower, upper.masked_fill(reach >= 0.5, math.inf)
+            return self.within(self.promises.bounds("cdf", level, math.prod(self.outputs.shape[2:])))
         return self._intervals((check_probability("level", level),), _MIN_OBSERVATIONS)[level]
+
+    def within(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of the values whose scores (`target_scores`) are at most these, one an output."""
+        outputs = self.outputs.shape[2:]
+        reach = scores.reshape(outputs or (1,))
+        reach = (reach if outputs else reach.squeeze(0)).to(self.outputs)
+        lower, upper = self._first_value(0.5 - reach), self._first_value(0.5 + reach)
+        # a distribution function rounds to 1 at some value, and targets beyond it have the same score
+        return lower, upper.masked_fill(reach >= 0.5, math.inf)
 
     def quantile(self, q: float) -> Tensor:
         """Shaped like the target: the value below which it falls with probability `q`, a quantile of at least a

@@ -17,6 +17,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.draws import mean_of, moments_of_mixture
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.positions import AtPositions
 from posthoc_uq.likelihoods.prediction import Prediction, Unread, check_probability, interval_quality
 
 _HALVINGS = 60  # of an interval that holds a quantile, in float64
@@ -40,12 +41,16 @@ def mixture(predictions: Sequence[Prediction]) -> Prediction:
             f"networks with the same classes or outputs."
         )
     parts: list[Any] = [prediction.changed(**dict.fromkeys(_OF_ONE_NETWORK)) for prediction in predictions]
+    return _mixed(parts).with_novelty(_joined_novelty(predictions))
+
+
+def _mixed(parts: Sequence[Any]) -> Prediction:
     kind = type(parts[0])
-    of_gaussians = isinstance(parts[0], RegressionPrediction) and "mixed" not in vars(kind)
+    if issubclass(kind, AtPositions):  # of every position
+        return parts[0].changed(rows=_mixed([part.rows for part in parts]))
+    of_gaussians = issubclass(kind, RegressionPrediction) and "mixed" not in vars(kind)
     found: Prediction = GaussianMixturePrediction.of(parts) if of_gaussians else kind.mixed(parts)
-    if parts[0].missing == "ignore":
-        found = found.changed(missing=parts[0].missing)
-    return found.with_novelty(_joined_novelty(predictions))
+    return found.changed(missing=parts[0].missing) if parts[0].missing == "ignore" else found
 
 
 def _joined_novelty(predictions: Sequence[Any]) -> Tensor | Unread | None:

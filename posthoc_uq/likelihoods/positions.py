@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import chain
 from math import prod
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,8 @@ from torch import Tensor
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.core.options import check_option, did_you_mean
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, no_interval_error
 from posthoc_uq.likelihoods.conformal import (
     SET_SIZE,
@@ -24,11 +27,16 @@ from posthoc_uq.likelihoods.conformal import (
     Coverage,
     SetScore,
     TargetScores,
+    applying,
     scores_of_positions,
     without_by_class,
 )
-from posthoc_uq.likelihoods.labels import Layout, are_soft, refuse_soft
-from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
+from posthoc_uq.likelihoods.draws import OutputGaussian
+from posthoc_uq.likelihoods.labels import LabelLayout, Layout, are_soft, refuse_soft
+from posthoc_uq.likelihoods.likelihood import Likelihood
+from posthoc_uq.likelihoods.prediction import ClassTensors, Missing, Prediction, Unread
+
+AnyAtPositions = TypeVar("AnyAtPositions", bound="AtPositions")
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
 _MAX_ENTRIES = 2**14  # names in an answer
@@ -45,16 +53,16 @@ def _by_position(of_rows: Callable[[ClassPrediction], Tensor]) -> Callable[..., 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PositionPrediction(Prediction):
-    """Class probabilities at every position of a batch, and how far the weights disagree about them.
+class AtPositions(Prediction, ABC):
+    """A prediction at every position (pixel, token, time) of a batch.
 
-    What has one number a position is ``(batch, *positions)``; probabilities and logits are in the layout of the model's
-    outputs. Numbers of each input, by which inputs are ranked or referred, are `per_input`.
+    What has one number a position is ``(batch, *positions)``. Numbers of each input, by which inputs are ranked or
+    referred, are `per_input`.
 
     Attributes:
-        rows: the positions of all inputs as one `ClassPrediction` of ``batch * positions`` inputs.
+        rows: the positions of all inputs as one prediction of ``batch * positions`` inputs.
         positions: the sizes of the dimensions that count positions.
-        layout: of the model's outputs and the labels.
+        layout: of the model's outputs and the targets.
         novelty_ratio: (batch, *positions), in (0, 1], the share of the prior's uncertainty that the data left; (batch,)
             where it is known of whole inputs alone; None where it was not asked for.
         mask: (batch, *positions), bool: which positions count in the numbers of an input, where `masked` said so.
@@ -63,11 +71,9 @@ class PositionPrediction(Prediction):
     """
 
     kind: ClassVar[str] = "positions"
-    default_score: ClassVar[str] = "entropy"
-    loss_name: ClassVar[str] = "accuracy"
-    _hidden: ClassVar[tuple[str, ...]] = ("counted", "counting", "labels_of_rows", "whole")
+    _hidden: ClassVar[tuple[str, ...]] = ("counted", "counting", "whole")
 
-    rows: ClassPrediction
+    rows: Any
     positions: tuple[int, ...]
     layout: Layout
     mask: Annotated[Tensor | None, "batch *positions", int] = None
@@ -78,7 +84,9 @@ class PositionPrediction(Prediction):
         return len(self.rows) // prod(self.positions)
 
     def __repr__(self) -> str:
-        return f"PositionPrediction(inputs={len(self)}, positions={self.positions}, classes={self.classes})"
+        what = "values" if self.classes is None else "classes"
+        size = self.layout.classes(self.outputs_mean) if self.classes is None else self.classes
+        return f"{type(self).__name__}(inputs={len(self)}, positions={self.positions}, {what}={size})"
 
     def _map(self, values: Tensor) -> Tensor:
         return values.reshape(-1, *self.positions)
@@ -87,36 +95,18 @@ class PositionPrediction(Prediction):
         """Numbers of the `rows` in the layout of the outputs."""
         return self.layout.whole(values, self.positions)
 
-    @property
-    def classes(self) -> int:
-        """The number of classes."""
-        return self.rows.classes
+    @abstractmethod
+    def _targets_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets as those of the `rows`, and which of these count, ``(batch * positions,)``.
 
-    @property
-    def probs(self) -> Tensor:
-        """In the layout of the outputs: the predictive probabilities."""
-        return self.whole(self.rows.probs)
+        Raises:
+            PosthocUQError: they do not fit.
+        """
 
     @property
     def outputs_mean(self) -> Tensor:
-        """In the layout of the outputs: the mean of the logits over the weights."""
-        return self.whole(self.rows.logits_mean)
-
-    logits_mean = outputs_mean
-
-    @property
-    def logits_variance(self) -> Tensor:
-        """In the layout of the outputs: the variance of the logits over the weights."""
-        return self.whole(self.rows.logits_variance)
-
-    # each (batch, *positions); see `ClassPrediction`
-    entropy = _by_position(ClassPrediction.entropy)
-    expected_entropy = _by_position(ClassPrediction.expected_entropy)
-    mutual_information = _by_position(ClassPrediction.mutual_information)
-    variation_ratio = _by_position(ClassPrediction.variation_ratio)
-    epistemic = _by_position(ClassPrediction.epistemic)
-    max_probability = _by_position(ClassPrediction.max_probability)
-    predicted = _by_position(ClassPrediction.predicted)
+        """In the layout of the outputs: their mean over the weights."""
+        return self.whole(self.rows.outputs_mean)
 
     def scores_by_position(self) -> dict[str, Tensor]:
         """All known uncertainty scores by name, each (batch, *positions)."""
@@ -127,7 +117,7 @@ class PositionPrediction(Prediction):
 
     def per_input(
         self,
-        score: str | Tensor = "entropy",
+        score: str | Tensor | None = None,
         how: str = "mean",
         *,
         above: float | None = None,
@@ -136,7 +126,7 @@ class PositionPrediction(Prediction):
         """One number an input, (batch,), of a score of its positions.
 
         Args:
-            score: a name in `scores_by_position`, or numbers (batch, *positions).
+            score: a name in `scores_by_position`, by default `default_score`; or numbers (batch, *positions).
             how: ``"mean"``, or ``"largest"``.
             above: in place of these, the share of the positions whose score is above this value.
             mask: (batch, *positions), true where a position counts; by default that of `masked`, or the model's
@@ -146,6 +136,7 @@ class PositionPrediction(Prediction):
             PosthocUQError: an unknown score, another `how`, or a shape that does not fit.
         """
         mask = self.counting if mask is None else mask
+        score = self.default_score if score is None else score
         if isinstance(score, str):
             known = self.scores_by_position()
             if score not in known:
@@ -161,13 +152,195 @@ class PositionPrediction(Prediction):
         if how not in ("mean", "largest"):
             raise PosthocUQError(f"how must be 'mean' or 'largest', not {how!r}.")
         values = values.flatten(1)
-        values = values if above is None else (values > above).to(self.rows.probs.dtype)
+        values = values if above is None else (values > above).to(self.rows.outputs_mean.dtype)
         counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.to(values.device)
         counted = counted.flatten(1).bool()
         if how == "largest" and above is None:
             largest = values.masked_fill(~counted, float("-inf")).amax(1)
             return largest.masked_fill(~counted.any(1), float("nan"))
         return values.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)
+
+    def _check_shape(self, name: str, tensor: Tensor) -> None:
+        shape = (len(self), *self.positions)
+        if tuple(tensor.shape) != shape:
+            raise PosthocUQError(
+                f"{name} has shape {tuple(tensor.shape)} where (batch, *positions), {shape}, is needed."
+            )
+
+    @property
+    def counting(self) -> Tensor | None:
+        """(batch, *positions), bool: which positions count in the numbers of an input; None for all."""
+        return self.attended if self.mask is None else self.mask
+
+    def masked(self: AnyAtPositions, mask: Tensor) -> AnyAtPositions:
+        """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
+        `per_input` and `scores`, and so in `familiarity` and `posthoc_uq.Referral`. Its p-values are those among the
+        held-out inputs by the positions that counted when `posthoc_uq.calibrate` saw them, so the mask must leave out
+        what labels or weights left out there.
+
+        The attention mask that a model is called with need not be given: it holds for a prediction without a mask.
+
+        Args:
+            mask: (batch, *positions): true or not 0 where a position counts.
+
+        Raises:
+            PosthocUQError: another shape.
+        """
+        self._check_shape("mask", mask)
+        mask = mask.to(self.rows.outputs_mean.device).bool()
+        known = self.attended is not None and torch.equal(mask, self.attended)
+        return replace(self, mask=None if known else mask)
+
+    def known_promises(self) -> ConformalScores:
+        """See `Prediction`; of a prediction with a mask by the positions of the held-out inputs that counted."""
+        promises = super().known_promises()
+        partial = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))
+        if partial and promises.counted is None:
+            raise PosthocUQError(
+                "The held-out scores are means over all positions of an input, and in this prediction some do not "
+                "count; calibrate again: uq.calibrate(posterior, val_loader)."
+            )
+        return promises if self.mask is None else promises.of_counted()
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: the mean of each score over an input's positions that count."""
+        scores = {name: self.per_input(score) for name, score in self.scores_by_position().items()}
+        if self.novelty_ratio is not None and "novelty" not in scores:
+            scores["novelty"] = self.novelty_ratio
+        return scores
+
+    def log_prob_by_position(self, targets: Tensor) -> Tensor:
+        """(batch, *positions), in nats: log of the probability, or density, of the target at each position, 0 where it
+        does not count; of soft labels the mean over them. With `next_token` position t has that of the label at t + 1.
+
+        Args:
+            targets: as the loader gives them.
+        """
+        own, counted = self._targets_of_rows(targets)
+        return self._map(self.rows.log_prob(own).masked_fill(~counted, 0.0))
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: the sum of `log_prob_by_position`. Each position's probability is averaged over the
+        weights by itself.
+        """
+        return self.log_prob_by_position(targets).flatten(1).sum(1)
+
+    def counted(self, targets: Tensor) -> tuple[Any, Tensor]:
+        """The positions of all inputs that count, as one prediction of rows, with their targets."""
+        own, counted = self._targets_of_rows(targets)
+        return self.rows.picked(counted), own[counted]
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """Those of the `rows` at all positions that count."""
+        rows, own = self.counted(targets)
+        return rows.quality(own, bins)
+
+    def with_novelty(self: AnyAtPositions, ratio: Tensor | Unread | None) -> AnyAtPositions:
+        """The same prediction with the novelty of its positions (batch, *positions), of a coarser grid, whose nearest
+        value each position gets, or of its inputs (batch,).
+        """
+        if isinstance(ratio, Tensor) and ratio.ndim > 1 and tuple(ratio.shape[1:]) != self.positions:
+            ratio = F.interpolate(ratio.unsqueeze(1), size=self.positions, mode="nearest").squeeze(1)
+        return super().with_novelty(ratio)
+
+    def of_one_network(self: AnyAtPositions) -> AnyAtPositions:
+        """The same without the parts that need several sets of weights."""
+        return replace(self, rows=self.rows.of_one_network())
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Those of the rows, as (batch, ...)."""
+        values = {name: value.reshape(len(self), -1) for name, value in self.rows.numbers().items()}
+        return values | self._stored()
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name; those with a number for each class or value in the layout of the outputs, the others as
+        maps.
+        """
+        values = {
+            name: self._map(value) if value.ndim == 1 else self.whole(value)
+            for name, value in self.rows.to_dict().items()
+        }
+        return values | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
+
+    def completed(self: AnyAtPositions) -> AnyAtPositions:
+        """See `Prediction`."""
+        return replace(self, rows=self.rows.completed())
+
+    def to(self: AnyAtPositions, device: torch.device | str) -> AnyAtPositions:
+        """The same prediction with its tensors on `device`."""
+        return replace(super().to(device), rows=self.rows.to(device))
+
+    def picked(self: AnyAtPositions, chosen: Tensor | slice) -> AnyAtPositions:
+        """The inputs where `chosen` (batch,) is true, or those of a slice."""
+        places = torch.arange(len(self.rows), device=self.rows.outputs_mean.device).reshape(len(self), -1)
+        return replace(super().picked(chosen), rows=self.rows.picked(places[chosen].flatten()))
+
+    @staticmethod
+    def cat(predictions: Sequence[Any]) -> Any:
+        """Predictions of several batches as one, in order.
+
+        Raises:
+            PosthocUQError: nothing to join, or batches of different positions.
+        """
+        if not predictions:
+            raise PosthocUQError("cat needs at least one prediction.")
+        sizes = sorted({prediction.positions for prediction in predictions})
+        if len(sizes) > 1:
+            raise PosthocUQError(
+                f"Predictions with positions {sizes} cannot be one; pad all inputs to one size, or predict batch by "
+                f"batch: [predictor(batch) for batch in loader]."
+            )
+        if any(p.attended is not None for p in predictions):
+            predictions = [replace(p, attended=_or_all(p, p.attended)) for p in predictions]
+        if any(p.mask is not None for p in predictions):
+            predictions = [replace(p, mask=_or_all(p, p.counting)) for p in predictions]
+        rows = type(predictions[0].rows).cat([p.rows for p in predictions])
+        return replace(Prediction.cat(predictions), rows=rows)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PositionPrediction(AtPositions):
+    """Class probabilities at every position of a batch, and how far the weights disagree about them.
+
+    What has one number a position is ``(batch, *positions)``; probabilities and logits are in the layout of the model's
+    outputs. See `AtPositions` for its attributes.
+    """
+
+    default_score: ClassVar[str] = "entropy"
+    loss_name: ClassVar[str] = "accuracy"
+    _hidden: ClassVar[tuple[str, ...]] = ("labels_of_rows",)
+
+    rows: ClassPrediction
+    layout: LabelLayout
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.rows.classes
+
+    @property
+    def probs(self) -> Tensor:
+        """In the layout of the outputs: the predictive probabilities."""
+        return self.whole(self.rows.probs)
+
+    @property
+    def logits_mean(self) -> Tensor:
+        """In the layout of the outputs: the mean of the logits over the weights."""
+        return self.outputs_mean
+
+    @property
+    def logits_variance(self) -> Tensor:
+        """In the layout of the outputs: the variance of the logits over the weights."""
+        return self.whole(self.rows.logits_variance)
+
+    # each (batch, *positions); see `ClassPrediction`
+    entropy = _by_position(ClassPrediction.entropy)
+    expected_entropy = _by_position(ClassPrediction.expected_entropy)
+    mutual_information = _by_position(ClassPrediction.mutual_information)
+    variation_ratio = _by_position(ClassPrediction.variation_ratio)
+    epistemic = _by_position(ClassPrediction.epistemic)
+    max_probability = _by_position(ClassPrediction.max_probability)
+    predicted = _by_position(ClassPrediction.predicted)
 
     def shares(self) -> Tensor:
         """(batch, classes): at which share of an input's positions that count each class is the most probable one."""
@@ -223,55 +396,6 @@ class PositionPrediction(Prediction):
             found = [found[start : start + size] for start in range(0, len(found), size)]
         return found
 
-    def _check_shape(self, name: str, tensor: Tensor) -> None:
-        shape = (len(self), *self.positions)
-        if tuple(tensor.shape) != shape:
-            raise PosthocUQError(
-                f"{name} has shape {tuple(tensor.shape)} where (batch, *positions), {shape}, is needed."
-            )
-
-    @property
-    def counting(self) -> Tensor | None:
-        """(batch, *positions), bool: which positions count in the numbers of an input; None for all."""
-        return self.attended if self.mask is None else self.mask
-
-    def masked(self, mask: Tensor) -> PositionPrediction:
-        """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
-        `per_input` and `scores`, and so in `familiarity` and `posthoc_uq.Referral`. Its p-values are those among the
-        held-out inputs by the positions that counted when `posthoc_uq.calibrate` saw them, so the mask must leave out
-        what labels or weights left out there.
-
-        The attention mask that a model is called with need not be given: it holds for a prediction without a mask.
-
-        Args:
-            mask: (batch, *positions): true or not 0 where a position counts.
-
-        Raises:
-            PosthocUQError: another shape.
-        """
-        self._check_shape("mask", mask)
-        mask = mask.to(self.rows.probs.device).bool()
-        known = self.attended is not None and torch.equal(mask, self.attended)
-        return replace(self, mask=None if known else mask)
-
-    def known_promises(self) -> ConformalScores:
-        """See `Prediction`; of a prediction with a mask by the positions of the held-out inputs that counted."""
-        promises = super().known_promises()
-        partial = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))
-        if partial and promises.counted is None:
-            raise PosthocUQError(
-                "The held-out scores are means over all positions of an input, and in this prediction some do not "
-                "count; calibrate again: uq.calibrate(posterior, val_loader)."
-            )
-        return promises if self.mask is None else promises.of_counted()
-
-    def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: the mean of each score over an input's positions that count."""
-        scores = {name: self.per_input(score) for name, score in self.scores_by_position().items()}
-        if self.novelty_ratio is not None and "novelty" not in scores:
-            scores["novelty"] = self.novelty_ratio
-        return scores
-
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Of predictions of values: bounds of them with a promised probability."""
         raise no_interval_error()
@@ -296,7 +420,7 @@ class PositionPrediction(Prediction):
             PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
                 the level.
         """
-        promises = super().known_promises()  # a mask does not change which labels belong to a set
+        promises = applying(self.promises)  # a mask does not change which labels belong to a set
         return self.whole(promises.sets_at_positions(self.rows.probs, level, allow_empty))
 
     def labels_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,22 +447,6 @@ class PositionPrediction(Prediction):
         soft = are_soft(as_targets(targets), self.outputs_mean)
         return (self.layout.rows(as_targets(targets)).to(labels.device) if soft else labels), counted
 
-    def log_prob_by_position(self, targets: Tensor) -> Tensor:
-        """(batch, *positions), in nats: log of the probability of the given class at each position, 0 where it does
-        not count; of soft labels the mean over them. With `next_token` position t has that of the label at t + 1.
-
-        Args:
-            targets: (batch, *positions), or in the layout of the outputs, as the loader gives them.
-        """
-        own, counted = self._targets_of_rows(targets)
-        return self._map(self.rows.log_prob(own).masked_fill(~counted, 0.0))
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """(batch,), in nats: the sum of `log_prob_by_position`. Each position's probability is averaged over the
-        weights by itself.
-        """
-        return self.log_prob_by_position(targets).flatten(1).sum(1)
-
     def labelled(self, targets: Tensor) -> Tensor:
         """(batch, *positions): whether a position has a label that counts. With `next_token` position t has the label
         at t + 1.
@@ -353,13 +461,6 @@ class PositionPrediction(Prediction):
     def fitting(self, targets: Tensor) -> Tensor:
         self.labels_of_rows(targets)
         return targets
-
-    def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
-        """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``, or
-        soft labels ``(positions, classes)``.
-        """
-        own, counted = self._targets_of_rows(targets)
-        return self.rows.picked(counted), own[counted]
 
     def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
         """See `Prediction`: quantiles of the scores of an input's labels.
@@ -390,11 +491,6 @@ class PositionPrediction(Prediction):
         inputs = some.nonzero()[:, 0]
         return Coverage(as_double(shares >= level - 1e-9), sizes, inputs, None, SET_SIZE)
 
-    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""
-        rows, labels = self.counted(targets)
-        return rows.quality(labels, bins)
-
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of an input's counted positions at which the predicted class is wrong."""
         labels, counted = self.labels_of_rows(targets)
@@ -404,26 +500,9 @@ class PositionPrediction(Prediction):
         )
         return wrong / counts.clamp(min=1)
 
-    def with_novelty(self, ratio: Tensor | Unread | None) -> PositionPrediction:
-        """The same prediction with the novelty of its positions (batch, *positions), of a coarser grid, whose nearest
-        value each position gets, or of its inputs (batch,).
-        """
-        if isinstance(ratio, Tensor) and ratio.ndim > 1 and tuple(ratio.shape[1:]) != self.positions:
-            ratio = F.interpolate(ratio.unsqueeze(1), size=self.positions, mode="nearest").squeeze(1)
-        return super().with_novelty(ratio)
-
     def unshifted(self) -> PositionPrediction:
         """The same for single positions: labels are then those that belong to each, whatever `next_token` says."""
         return replace(self, layout=replace(self.layout, next_token=False))
-
-    def of_one_network(self) -> PositionPrediction:
-        """The same without the parts that need several sets of weights."""
-        return replace(self, rows=self.rows.of_one_network())
-
-    def numbers(self) -> dict[str, Tensor]:
-        """Those of the rows, as (batch, ...)."""
-        values = {name: value.reshape(len(self), -1) for name, value in self.rows.numbers().items()}
-        return values | self._stored()
 
     def tensors(self) -> ClassTensors:
         """See `Prediction`; entropy, mutual information and novelty are maps."""
@@ -438,62 +517,16 @@ class PositionPrediction(Prediction):
             self._novelty_like(entropy),
         )
 
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name; those of classes in the layout of the outputs, the others as maps."""
-        values = {
-            name: self._map(value) if value.ndim == 1 else self.whole(value)
-            for name, value in self.rows.to_dict().items()
-        }
-        return values | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
-    def completed(self) -> PositionPrediction:
-        """See `Prediction`."""
-        return replace(self, rows=self.rows.completed())
-
-    def to(self, device: torch.device | str) -> PositionPrediction:
-        """The same prediction with its tensors on `device`."""
-        return replace(super().to(device), rows=self.rows.to(device))
-
-    def picked(self, chosen: Tensor | slice) -> PositionPrediction:
-        """The inputs where `chosen` (batch,) is true, or those of a slice."""
-        places = torch.arange(len(self.rows), device=self.rows.probs.device).reshape(len(self), -1)
-        return replace(super().picked(chosen), rows=self.rows.picked(places[chosen].flatten()))
-
-    @classmethod
-    def mixed(cls, predictions: Sequence[Any]) -> Any:
-        """See `Prediction`: of every position."""
-        rows = ClassPrediction.mixed([prediction.rows for prediction in predictions])
-        return predictions[0].changed(rows=rows)
-
-    @staticmethod
-    def cat(predictions: Sequence[PositionPrediction]) -> PositionPrediction:
-        """Predictions of several batches as one, in order.
-
-        Raises:
-            PosthocUQError: nothing to join, or batches of different positions.
-        """
-        if not predictions:
-            raise PosthocUQError("cat needs at least one prediction.")
-        sizes = sorted({prediction.positions for prediction in predictions})
-        if len(sizes) > 1:
-            raise PosthocUQError(
-                f"Predictions with positions {sizes} cannot be one; pad all inputs to one size, or predict batch by "
-                f"batch: [predictor(batch) for batch in loader]."
-            )
-        if any(p.attended is not None for p in predictions):
-            predictions = [replace(p, attended=_or_all(p, p.attended)) for p in predictions]
-        if any(p.mask is not None for p in predictions):
-            predictions = [replace(p, mask=_or_all(p, p.counting)) for p in predictions]
-        rows = ClassPrediction.cat([p.rows for p in predictions])
-        return replace(Prediction.cat(predictions), rows=rows)
-
-
-def _or_all(prediction: PositionPrediction, mask: Tensor | None) -> Tensor:
+def _or_all(prediction: AtPositions, mask: Tensor | None) -> Tensor:
     """The mask, or one of all positions."""
-    return prediction.predicted() >= 0 if mask is None else mask
+    if mask is not None:
+        return mask
+    device = prediction.rows.outputs_mean.device
+    return torch.ones(len(prediction), *prediction.positions, dtype=torch.bool, device=device)
 
 
-def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:
+def positions_of_draws(blocks: Iterable[Tensor], layout: LabelLayout) -> PositionPrediction:
     """The prediction from blocks ``(draws, batch, ...)`` of logits with positions, each used once.
 
     Beside the blocks it takes at most 24 times the memory of one draw's outputs in float32, however many draws there
@@ -519,6 +552,141 @@ def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPred
     while parts:  # each part's sums are freed before the next part's numbers are made
         predictions.append(parts.pop(0).prediction())
     return PositionPrediction(ClassPrediction.cat(predictions), positions, layout)
+
+
+ChannelDim = Literal[1, -1]
+
+
+class ChannelFields(Record):
+    """The dimension of the channels, and what NaN among the targets is; a file holds what is not the default."""
+
+    channel_dim: ChannelDim = 1
+    missing: Missing = "error"
+
+
+class Channelled(Likelihood, ABC):
+    """Targets of which each belongs to one output, or a few, of the same position, where outputs have positions:
+    ``(samples, channels, *positions)``, or ``(samples, *positions, channels)`` with ``channel_dim=-1``. Given the
+    outputs, positions are independent, and an output ``(samples, channels)`` is one.
+
+    A subclass gives the predictions of rows ``(samples, channels)``. Divergences of a sample, by which a prior is
+    found, are means over its positions.
+    """
+
+    channel_dim: int = 1  # an attribute of the object where it is another, so that files have it
+
+    def _set_channel_dim(self, channel_dim: int) -> None:
+        """Take the argument of the constructor.
+
+        Raises:
+            PosthocUQError: it is neither 1 nor -1.
+        """
+        if check_option("channel_dim", channel_dim, ChannelDim) != 1:
+            self.channel_dim = channel_dim
+
+    @property
+    def layout(self) -> Layout:
+        """Of outputs and targets."""
+        return Layout(self.channel_dim)
+
+    def positions_of(self, outputs: Tensor) -> Layout | None:
+        return self.layout if outputs.ndim > 2 else None
+
+    def layout_of_targets(self, targets: Tensor) -> Layout | None:
+        return self.positions_of(targets)
+
+    def channel_axis(self, outputs: Tensor) -> int:
+        """The dimension of the channels of outputs ``(samples, ...)``; the last where they have no positions."""
+        return self.channel_dim if outputs.ndim > 2 else -1
+
+    def check_positions(self, outputs: Tensor, targets: Tensor | None) -> None:
+        """Refuse outputs with positions, or targets for them, of a shape that does not fit.
+
+        Raises:
+            PosthocUQError: targets have another shape than `mean`, or there is nothing.
+        """
+        layout = self.positions_of(outputs)
+        if layout is None:
+            return
+        layout.check(outputs)
+        wanted = self.shape_of_targets(outputs)
+        if targets is None or tuple(targets.shape) == wanted:
+            return
+        missing = tuple(targets.shape) == tuple(
+            n for at, n in enumerate(wanted) if at != self.channel_dim % len(wanted)
+        )
+        dim = self.channel_dim
+        advice = (
+            f" Give them their dimension of 1: y.unsqueeze({dim}), or batch_to_targets=lambda batch: "
+            f"batch[1].unsqueeze({dim})."
+            if missing and wanted[dim] == 1
+            else f" Outputs are taken as (samples, channels, *positions); where channels come last, pass "
+            f"likelihood=uq.{type(self).__name__}(..., channel_dim=-1)."
+            if dim == 1
+            else ""
+        )
+        raise PosthocUQError(
+            f"Outputs of shape {tuple(outputs.shape)} need targets of shape {wanted}, not {tuple(targets.shape)}."
+            f"{advice}"
+        )
+
+    def shape_of_targets(self, outputs: Tensor) -> tuple[int, ...]:
+        """The shape of targets for outputs with positions."""
+        return tuple(outputs.shape)
+
+    def accepts_output_count(self, outputs: int) -> bool:
+        """Whether a model may have so many outputs a sample, at one position or at several."""
+        return any(super(Channelled, self).accepts_output_count(part) for part in _divisors(outputs))
+
+    def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        layout = self.layout
+        logs = self.log_prob(layout.rows(outputs), layout.rows(targets)).reshape(weights.shape)
+        weights = weights.to(logs)
+        return (torch.where(weights > 0, logs, torch.zeros_like(logs)) * weights).sum(1)
+
+    @abstractmethod
+    def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
+        """`divergence` without positions."""
+
+    @abstractmethod
+    def rows_from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
+        """`from_blocks` without positions."""
+
+    @abstractmethod
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> Prediction:
+        """`from_gaussian` without positions."""
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is None:
+            return self.divergence_of_rows(outputs, prediction)
+        found = self.divergence_of_rows(layout.rows(outputs), prediction.rows)
+        return found.reshape(len(outputs), -1).mean(1)
+
+    def from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
+        remaining = iter(blocks)
+        first = next(remaining, None)
+        if first is None or first.ndim <= 3:
+            return self.rows_from_blocks(remaining if first is None else chain([first], remaining))
+        layout = self.layout
+        layout.check(first[0])
+        of_rows = (torch.stack(list(map(layout.rows, block))) for block in chain([first], remaining))
+        return self.at_positions(self.rows_from_blocks(of_rows), layout.positions(first[0]))
+
+    def from_gaussian(self, outputs: OutputGaussian) -> Prediction:
+        layout = self.positions_of(outputs.mean)
+        if layout is None:
+            return self.rows_from_gaussian(outputs)
+        rows = outputs._replace(mean=layout.rows(outputs.mean), variance=layout.rows(outputs.variance))
+        return self.at_positions(self.rows_from_gaussian(rows), layout.positions(outputs.mean))
+
+    @abstractmethod
+    def at_positions(self, rows: Any, positions: tuple[int, ...]) -> AtPositions:
+        """The prediction of all positions, from that of rows."""
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (part for part in range(1, number + 1) if number % part == 0)
 
 
 def sequence_scores(

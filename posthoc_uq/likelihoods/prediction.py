@@ -146,7 +146,7 @@ class Prediction(ABC):
         ),
         *("losses", "loss_name", "mean_of_there", "missing", "mistakes", "mixed", "naming", "novelty_ratio"),
         *("numbers", "of_one_network", "retained_quality", "sample_keys", "shown_loss", "target_scores"),
-        *("tensors", "there", "unshifted", "value_columns", "with_novelty"),
+        *("tensors", "there", "unshifted", "value_columns", "with_novelty", "within"),
     )
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]

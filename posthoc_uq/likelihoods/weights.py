@@ -15,9 +15,9 @@ from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods.labels import Layout, are_soft
+from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Likelihood
-from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.positions import AtPositions
 from posthoc_uq.likelihoods.prediction import Prediction
 
 
@@ -45,11 +45,17 @@ class SampleWeights:
         """The sum of the samples' weights."""
         return float(self.samples.sum())
 
+    def of_rows(self, rows: int) -> Tensor:
+        """The weights of that many rows, the samples or their positions, ``(rows,)``."""
+        if self.by_position is not None:
+            return self.by_position.flatten()
+        return self.samples.repeat_interleave(rows // len(self.samples))
+
     def targets(self, targets: Tensor | None) -> Tensor | None:
         """The targets, ignored where a position has the weight 0."""
         if targets is None or self.ignored is None or self.layout is None:
             return targets
-        return self.layout.ignoring(targets, self.ignored)
+        return self.layout.without(targets, self.ignored)
 
     def gradients(self, gradient: Tensor) -> Tensor:
         """Gradients by the outputs, shaped like them, times the roots of the weights."""
@@ -127,16 +133,11 @@ def weighed_targets(
     return kept, found
 
 
-def layout_of(likelihood: Likelihood, targets: Tensor) -> Layout | None:
-    """The layout of the outputs that these targets are of, or None where they have no positions."""
-    return likelihood.positions_of(targets if targets.is_floating_point() else targets.unsqueeze(1))
-
-
 def labelled(likelihood: Likelihood, targets: Tensor) -> int:
     """By how many a log-probability of these targets is divided for a mean: their samples, or where these have
     positions all positions whose label counts.
     """
-    layout = layout_of(likelihood, targets)
+    layout = likelihood.layout_of_targets(targets)
     if layout is None:
         return len(targets)
     return int(layout.shifted(layout.counted(targets).flatten(1)).sum())
@@ -166,7 +167,7 @@ def counts(likelihood: Likelihood, batch: Batch) -> Tensor | None:
     order in which labels come: by labels that are not ignored, and weights that are not 0. None where neither says so.
     """
     found, targets = None, batch.targets
-    layout = None if targets is None else layout_of(likelihood, targets)
+    layout = None if targets is None else likelihood.layout_of_targets(targets)
     if targets is not None and layout is not None:
         found = layout.counted(targets)
     if batch.weights is None:
@@ -187,10 +188,9 @@ def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
         PosthocUQError: the weights do not fit the outputs.
     """
     sizes, targets = layout.positions(outputs), batch.targets
-    fits = targets is not None and (
-        tuple(targets.shape) == (len(outputs), *sizes) or are_soft(targets, outputs)
+    counted = layout.counts(
+        outputs, targets if targets is not None and layout.fits(outputs, targets) else None
     )
-    _, counted = layout.labels(outputs, targets if fits else None)
     if batch.weights is not None:
         positive = (batch.weights > 0).to(counted.device)
         if positive.ndim == 1:
@@ -210,7 +210,7 @@ def counting(prediction: Prediction, batch: Batch) -> Prediction:
     """The prediction, in whose numbers of an input only positions count that labels, weights and the attention mask
     leave in; of an input without any, all of them.
     """
-    if not isinstance(prediction, PositionPrediction) or prediction.mask is not None:
+    if not isinstance(prediction, AtPositions) or prediction.mask is not None:
         return prediction
     counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
     counted = counted | ~counted.any(1, keepdim=True)
@@ -223,7 +223,7 @@ def counted_alone(prediction: Prediction, batch: Batch) -> tuple[Prediction, Ten
     """The prediction, in whose numbers of an input only the positions count that labels, weights and the attention mask
     leave in, and which inputs have any, ``(batch,)`` of booleans; None where it has no positions.
     """
-    if not isinstance(prediction, PositionPrediction):
+    if not isinstance(prediction, AtPositions):
         return None
     counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
     return prediction.masked(counted.reshape(-1, *prediction.positions)), counted.any(1)
@@ -233,7 +233,7 @@ def attending(prediction: Prediction, batch: Batch) -> Prediction:
     """The prediction, in whose numbers of an input only positions count that the attention mask of its batch attends
     to; of an input without any, all of them.
     """
-    if not isinstance(prediction, PositionPrediction):
+    if not isinstance(prediction, AtPositions):
         return prediction
     attended = _attended(prediction.layout, prediction.outputs_mean, batch)
     if attended is None:
@@ -257,10 +257,9 @@ def weights_of(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> SampleW
 
 def _attended(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor | None:
     """Which tokens count by the attention mask that the model is called with, ``(samples, tokens)`` of booleans in the
-    order of labels; None without a mask of the outputs' tokens. Of outputs for the next token both must be attended.
+    order of labels; None without a mask of the outputs' tokens.
     """
     mask = batch.attention_mask
     if mask is None or tuple(mask.shape) != (len(outputs), *layout.positions(outputs)):
         return None
-    attended = mask != 0
-    return attended & attended.roll(1, 1) if layout.next_token else attended
+    return layout.attended(mask)

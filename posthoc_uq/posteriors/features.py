@@ -395,7 +395,7 @@ class ClassGrams:
         layout = self._likelihood.positions_of(outputs)
         assert layout is not None
         positions, samples = layout.positions(outputs), outputs.shape[0]
-        labels, counts = self.labels(outputs), as_double(layout.labels(outputs, targets)[1])
+        labels, counts = self.labels(outputs), as_double(layout.counts(outputs, targets))
         if weights is not None:
             own = weights.samples.unsqueeze(1) if weights.by_position is None else weights.by_position
             counts = counts * own.to(counts)

@@ -198,7 +198,7 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
     if promises.targets is not None:
         kind, scores = promises.targets.kind, promises.targets.scores
         what = "intervals" if kind in INTERVAL_KINDS else "sets"
-        counts = [score.count for score in scores]
+        counts = [score.samples for score in scores]
         scarcest, of = scarcest_of(kind, counts)
         fewest = counts[scarcest]
         level = f"{rounded_down(fewest / (fewest + 1)):g}"
@@ -207,6 +207,8 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
             each += f" ({of} has {fewest:,} sample{'s' * (fewest != 1)}, the fewest)"
         if kind == "positions":
             each = ", which hold at least that share of an input's labels"
+        elif promises.targets.by_input is not None:
+            each += ", by position and by image"
         parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
     parts.append(f"p-values of {', '.join(promises.inputs)}")
     approximately = ", approximately: they tuned it too" if promises.share is None else ""

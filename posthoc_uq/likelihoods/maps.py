@@ -1,0 +1,191 @@
+"""Predictions of values at positions: maps such as depth or a denoised image, and sequences such as a forecast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.batches import as_targets
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import one_of
+from posthoc_uq.likelihoods.conformal import (
+    FINE_SHARES,
+    INTERVAL_WIDTH,
+    ConformalScores,
+    Coverage,
+    SetScore,
+    TargetScores,
+    applying,
+    scores_of_positions,
+)
+from posthoc_uq.likelihoods.positions import AtPositions
+from posthoc_uq.likelihoods.prediction import ValueTensors
+
+By = Literal["position", "image"]
+"""What a promise of an interval counts: values, or images."""
+
+
+def _in_layout(name: str) -> Any:
+    """A property of the rows' prediction, in the layout of the outputs."""
+
+    def whole(self: MapPrediction) -> Tensor:
+        return self.whole(getattr(self.rows, name))
+
+    whole.__doc__ = f"In the layout of the outputs: the `{name}` of `RegressionPrediction`."
+    return property(whole)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MapPrediction(AtPositions):
+    """A distribution of every value at every position, its variance split into the part by the weights and that by
+    observation noise.
+
+    What has a number for each value is in the layout of the outputs, ``(batch, channels, *positions)`` or ``(batch,
+    *positions, channels)``; scores, novelty among them, are ``(batch, *positions)``, means over the values of a
+    position.
+
+    Attributes:
+        rows: the positions of all inputs as one `RegressionPrediction`, or `DrawnPrediction`, of ``batch * positions``
+            inputs.
+        positions: see `AtPositions`, as what follows.
+        layout: of the outputs and targets.
+    """
+
+    default_score: ClassVar[str] = "standard_deviation"
+    loss_name: ClassVar[str] = "RMSE"
+    _hidden: ClassVar[tuple[str, ...]] = ("classes",)
+
+    mean = _in_layout("mean")
+    variance = _in_layout("variance")
+    standard_deviation = _in_layout("standard_deviation")
+    epistemic_variance = _in_layout("epistemic_variance")
+    noise_variance = _in_layout("noise_variance")
+
+    def epistemic(self) -> Tensor:
+        """(batch, *positions): the epistemic variance, mean over the values of a position."""
+        return self._map(self.rows.epistemic())
+
+    def quantile(self, q: float) -> Tensor:
+        """In the layout of the outputs: the value below which an observation falls with probability `q`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1.
+        """
+        return self.whole(self.rows.quantile(q))
+
+    def interval(self, level: float = 0.95, by: By = "position") -> tuple[Tensor, Tensor]:
+        """Bounds of every value, each in the layout of the outputs.
+
+        Where the posterior has held-out scores that apply (`posthoc_uq.calibrate`), the bounds of each channel take all
+        values whose score, the distance ``|y - m| / s`` from the mean in predictive deviations (or that of the
+        distribution function from 1/2), is at most q:
+
+        * ``by="position"``: the smallest q with which a mean share of ``(n + 1) level / n`` of an input's values is
+          within the bounds, over n held-out inputs. So of the values of a new input like these at least the share
+          `level` is expected to be (Angelopoulos, Bates, Fisch, Lei, Schuster, "Conformal risk control", 2024).
+        * ``by="image"``: with a probability of at least `level` a new input has at least this share of each channel's
+          values within the bounds, which are wider. Of the q that so large a share of each held-out input's values do
+          not exceed it is the ``ceil((n + 1) level)``-th smallest.
+
+        Inputs are exchangeable, and their positions need not be. Without held-out scores the bounds are those of the
+        distribution of each value, and ``by="image"`` an error.
+
+        Raises:
+            PosthocUQError: `level` is not strictly between 0 and 1, another `by`, or too few held-out scores.
+        """
+        one_of("by", by, ("position", "image"))
+        if isinstance(self.promises, ConformalScores) or by == "image":
+            promises = applying(self.promises)  # a mask does not change which values belong to an interval
+            found = promises.bounds if by == "position" else promises.bounds_by_input
+            low, high = self.rows.within(found(promises.kind, level, self.layout.classes(self.mean)))
+        else:
+            low, high = self.rows.interval(level)
+        return self.whole(low), self.whole(high)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """`n` observations of every value, ``(n, *shape of `mean`)``; positions are drawn independently of each
+        other.
+
+        Args:
+            n: observations per value.
+            generator: of the random numbers; without one they differ from call to call.
+
+        Raises:
+            PosthocUQError: `n` is below 1.
+        """
+        return torch.stack([self.whole(drawn) for drawn in self.rows.sample(n, generator)])
+
+    def _targets_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        targets, like = as_targets(targets), self.mean
+        if targets.shape != like.shape:
+            raise PosthocUQError(
+                f"The targets have shape {tuple(targets.shape)} and the predictions {tuple(like.shape)}; take them "
+                f"apart with batch_to_targets."
+            )
+        counted = self.layout.counts(like, targets).flatten()
+        return self.rows.fitting(self.layout.rows(targets)), counted
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """The targets as they are, once they were found to fit."""
+        self._targets_of_rows(targets)
+        return as_targets(targets)
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores | None:
+        """See `Prediction`: by channel, quantiles of the scores of an input's values."""
+        found, counted = self._scores_of_rows(targets, sets)
+        if found is None:
+            return None
+        of_inputs = [
+            (own.reshape(len(self), -1), there.reshape(len(self), -1))
+            for own, there in zip(found.scores.unbind(1), counted.unbind(1), strict=True)
+        ]
+        quantiles = [scores_of_positions(own, there, FINE_SHARES) for own, there in of_inputs]
+        groups = [there.any(1, keepdim=True).long().expand(-1, len(FINE_SHARES)) for _, there in of_inputs]
+        return TargetScores(
+            found.kind, torch.cat(quantiles, 1), torch.cat(groups, 1), channels=len(of_inputs)
+        )
+
+    def _scores_of_rows(self, targets: Tensor, sets: SetScore) -> tuple[TargetScores | None, Tensor]:
+        """The scores of every value, those of ``batch * positions`` samples, and which count, ``(batch * positions,
+        channels)``.
+        """
+        own, counted = self._targets_of_rows(targets)
+        found = self.rows.target_scores(own, sets, torch.zeros(len(own), dtype=torch.int64, device="cpu"))
+        counted = counted.unsqueeze(1)
+        return found, counted if found is None else counted & (found.groups > 0)
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """See `Prediction`: for every input with positions that count the share of its values within the bounds."""
+        found, counted = self._scores_of_rows(targets, "lac")
+        assert found is not None  # there are promises of targets
+        bounds = applying(self.promises).bounds(found.kind, level, found.scores.shape[1])
+        within = as_double(found.scores <= bounds.to(found.scores.device))
+        counts = counted.reshape(len(self), -1)
+        some = counts.any(1)
+
+        def mean_of(values: Tensor) -> Tensor:
+            known = values.masked_fill(~counted, 0.0).reshape(counts.shape)
+            return known.sum(1)[some] / as_double(counts.sum(1)[some])
+
+        inputs, sizes = some.nonzero()[:, 0], within.new_empty(0)
+        if widths:
+            low, high = (as_double(self.layout.rows(each)) for each in self.interval(level))
+            sizes = mean_of(high - low)
+        return Coverage(mean_of(within), sizes, inputs, None, INTERVAL_WIDTH)
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the squared error, mean over the values of an input that count; 0 where none does."""
+        own, counted = self._targets_of_rows(targets)
+        squares = self.rows.losses(own).masked_fill(~counted, 0.0).reshape(len(self), -1)
+        return squares.sum(1) / counted.reshape(len(self), -1).sum(1).clamp(min=1)
+
+    def tensors(self) -> ValueTensors:
+        """See `Prediction`; novelty is a map where it is known of positions."""
+        novelty = self._novelty_like(self.mean.flatten(1)[:, 0])
+        return ValueTensors(self.mean, self.variance, self.epistemic_variance, novelty)
