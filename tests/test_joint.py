@@ -379,3 +379,136 @@ def test_refusals(name: str) -> None:
     call, message = REFUSALS[name]
     with pytest.raises(uq.PosthocUQError, match=message):
         call()
+
+
+# Hyperparameters, promises, measures
+
+
+def kept(
+    method: str = "diag", samples: int = 60
+) -> tuple[nn.Module, Tensor, dict[str, Tensor], uq.Posterior]:
+    model, x, targets = data(samples)
+    likelihood = uq.Joint(label="classification", value="regression")
+    posterior = uq.fit(model, [(x, targets)], method, layers="last", likelihood=likelihood, progress=False)
+    return model, x, targets, posterior
+
+
+def test_found_by_the_data_of_all_heads() -> None:
+    model, x, targets, posterior = kept()
+    with torch.no_grad():
+        outputs = model(x)
+    noise = (outputs["value"] - targets["value"]).square().mean(0)
+    found = posterior.likelihood.head_likelihoods["value"].noise_variance
+    torch.testing.assert_close(found, noise)
+    # the faithful prior, by the sum of the heads' divergences
+    prediction, faithful = uq.wrap(model, posterior)(x), posterior.history.faithful
+    network = Normal(outputs["value"], noise.sqrt())
+    own = Normal(prediction.value.mean, prediction.value.standard_deviation)
+    divergence = (
+        torch.distributions.kl_divergence(network, own).mean()
+        + (outputs["label"].softmax(1) * (outputs["label"].log_softmax(1) - prediction.label.probs.log()))
+        .sum(1)
+        .mean()
+    )
+    assert faithful is not None and faithful.divergence == pytest.approx(float(divergence), rel=1e-6)
+    # held-out labels of both heads
+    tuned = uq.tune(posterior, [(x, targets)], progress=False)
+    trials, log_prob = tuned.history.trials, uq.wrap(model, tuned)(x).log_prob(targets)
+    assert trials is not None and trials.chosen is not None
+    assert trials.chosen.objective == pytest.approx(-float(log_prob.mean()))
+    assert {"prior_precision", "noise_scale"} <= {*trials.searched} and tuned.temperature != 1
+    with pytest.raises(uq.PosthocUQError, match="not for likelihood='joint'"):
+        uq.tune(posterior, [(x, targets)], criterion="leave_one_out", progress=False)
+    # temperature divides logits alone, the noise scale is of values
+    other = posterior.with_settings(temperature=2.0, noise_scale=3.0)
+    warm = uq.wrap(model, other)(x)
+    torch.testing.assert_close(warm.value.mean, prediction.value.mean)
+    torch.testing.assert_close(warm.value.epistemic_variance, prediction.value.epistemic_variance)
+    torch.testing.assert_close(warm.value.noise_variance, 3 * prediction.value.noise_variance)
+    torch.testing.assert_close(warm.label.logits_mean, outputs["label"] / 2)
+    torch.testing.assert_close(warm.label.logits_variance, prediction.label.logits_variance / 4)
+    drawn, half = (uq.wrap(model, each, "sampling", n_samples=3)(x[:4]) for each in (posterior, other))
+    torch.testing.assert_close(half.label.logits_mean, drawn.label.logits_mean / 2)
+    torch.testing.assert_close(half.value.mean, drawn.value.mean)
+
+
+def test_data_come_in() -> None:
+    model, x, targets = data()
+    halves = [(x[i], {n: t[i] for n, t in targets.items()}) for i in (slice(20), slice(20, None))]
+    updated = uq.update(fit(model, halves[:1], layers="last"), halves[1:], progress=False)
+    whole = fit(model, halves, layers="last")
+    new = x[:5]
+    expected = uq.wrap(model, whole).functional_covariance(new)
+    torch.testing.assert_close(uq.wrap(model, updated).functional_covariance(new), expected)
+
+
+def test_promises_by_head(tmp_path: Path) -> None:
+    model, x, targets, posterior = kept()
+    posterior = uq.calibrate(posterior, [(x, targets)], share=None, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    read = uq.load(tmp_path / "p.h5", model, untrusted=True)
+    plain = uq.wrap(model, posterior.noted(promises=None))(x)
+    rank = math.ceil((len(x) + 1) * 0.9) - 1
+    distances = ((targets["value"] - plain.value.mean).abs() / plain.value.standard_deviation).sort(0).values
+    misfits = (1 - plain.label.probs.gather(1, targets["label"][:, None])[:, 0]).sort().values
+    for own in (uq.wrap(model, posterior)(x), uq.wrap(model, read)(x).picked(slice(None)).completed()):
+        upper = plain.value.mean + distances[rank] * plain.value.standard_deviation
+        torch.testing.assert_close(own.value.interval(0.9)[1], upper, rtol=1e-5, atol=1e-6)
+        held = 1 - plain.label.probs <= misfits[rank] + 1e-6
+        assert torch.equal(own.label.set(0.9), held)
+        assert bool((own.label.familiarity("entropy") > 0).all()) and bool((own.familiarity() > 0).all())
+    assert "of label sets by 'lac'" in str(posterior.report())
+    jointly = uq.calibrate(posterior, [(x, targets)], jointly=True, sets="aps", by_class=True, progress=False)
+    promises = jointly.history.promises
+    assert promises is not None and promises.heads is not None and promises.targets is None
+    assert (
+        len(promises.heads["value"].targets.scores) == 1 and len(promises.heads["label"].targets.scores) == 3
+    )
+    assert uq.wrap(model, jointly)(x[:3]).label.set(0.5).any()
+    with pytest.raises(uq.PosthocUQError, match="one of the heads"):
+        uq.wrap(model, jointly)(x[:3]).set(0.5)
+    with pytest.raises(uq.PosthocUQError, match="class_rates are of classes"):
+        uq.calibrate(posterior, [(x, targets)], class_rates=[0.2, 0.3, 0.5], progress=False)
+    void = uq.wrap(model, read.with_settings(temperature=3.0))(x[:3])
+    with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+        void.label.set(0.5)
+
+
+def test_measures_by_head(tmp_path: Path) -> None:
+    model, x, targets, posterior = kept()
+    predictor = uq.wrap(model, posterior)
+    found = uq.evaluate(
+        {"network": model, "posterior": predictor},
+        [(x, targets)],
+        ood_loaders={"far": [(5 * x, targets["label"])]},
+        class_names={"label": ["a", "b", "c"]},
+        progress=False,
+    )
+    prediction = predictor.predict([x[:40], x[40:]], progress=False)
+    right = prediction.label.predicted() == targets["label"]
+    assert found["label"].metrics["posterior"]["accuracy"] == pytest.approx(float(right.double().mean()))
+    error = (prediction.value.mean - targets["value"]).square().mean().sqrt()
+    assert found.metrics["posterior"]["value RMSE"] == pytest.approx(float(error))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(x)["label"], targets["label"])
+    assert found.metrics["network"]["label NLL"] == pytest.approx(float(loss))
+    assert "novelty" in found.value.foreign["posterior"]["far"]
+    assert {row["model"] for row in found.rows()} == {
+        f"{row}, {head}" for row in ("network", "posterior") for head in ("label", "value")
+    }
+    assert "label: quality on 60 test inputs" in str(found) and [*found.to_dict()] == ["label", "value"]
+    found.to_json(tmp_path / "e.json")
+    with pytest.raises(uq.PosthocUQError, match=r"one of the heads.*report\(path\)"):
+        found.report(tmp_path / "e.html")
+    with pytest.raises(uq.PosthocUQError, match="of several heads a mapping"):
+        uq.evaluate(predictor, [(x, targets)], class_names=["a"], progress=False)
+    assert predictor.predictive_samples(x[:4], n_samples=2, targets=True).shape == (2, 4, 2 + 3)
+    with pytest.raises(uq.PosthocUQError, match="functional_samples"):
+        predictor.predictive_samples(x[:4], n_samples=2)
+    assert [*prediction.answers()[0]] == ["label", "value"]
+    assert {"label.probs", "value.mean", "novelty"} <= {*prediction.to_dict()}
+    assert {"label", "value", "log_prob"} <= {*dir(prediction)}
+    with pytest.raises(AttributeError, match="has no 'probs'"):
+        _ = prediction.probs
+    with pytest.raises(uq.PosthocUQError, match="no head 'lable'"):
+        _ = prediction["lable"]

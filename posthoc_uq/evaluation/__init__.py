@@ -6,10 +6,18 @@ from importlib import import_module
 from typing import Any
 
 from posthoc_uq.evaluation import metrics
-from posthoc_uq.evaluation.evaluate import Evaluation, evaluate
+from posthoc_uq.evaluation.evaluate import Evaluation, JointEvaluation, evaluate
 from posthoc_uq.evaluation.groups import CoverageGroup, ExcessRisk, GroupedCoverage
 
-__all__ = ["CoverageGroup", "Evaluation", "ExcessRisk", "GroupedCoverage", "evaluate", "metrics"]
+__all__ = [
+    "CoverageGroup",
+    "Evaluation",
+    "ExcessRisk",
+    "GroupedCoverage",
+    "JointEvaluation",
+    "evaluate",
+    "metrics",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -44,6 +45,7 @@ from posthoc_uq.evaluation.measurements import (
     SCORE_USES,
     Example,
     Measurements,
+    ReportTable,
     column_decimals,
     column_meanings,
 )
@@ -165,6 +167,82 @@ class Evaluation(Measurements):
         """
         _put(path, _page().html(self, title))
         return Path(path)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class JointEvaluation(Evaluation):
+    """What was measured of several heads: ``evaluation.label`` is the `Evaluation` of that head, or
+    ``evaluation["label"]``. `metrics` begin with the name of the head; tables, rows and files are those of all heads.
+    """
+
+    @cached_property
+    def heads(self) -> dict[str, Evaluation]:
+        """By head, its `Evaluation`."""
+        whole: Any = self.predictions
+        first: Any = self.predictions[self.names[0]][FAMILIAR]
+        names = cast(Mapping[str, Any], self.class_names or {})
+        return {
+            name: Evaluation(
+                {row: {data: each[name] for data, each in by_set.items()} for row, by_set in whole.items()},
+                own,
+                {},
+                self.score if self.score in first[name].scores() else None,
+                self.referral_rates,
+                self.bins,
+                names.get(name),
+                self.display,
+                self.joint,
+                self.referral,
+            )
+            for name, own in first.split_targets(self.targets).items()
+        }
+
+    def __getitem__(self, name: str) -> Evaluation:
+        if name not in self.heads:
+            raise PosthocUQError(f"There is no head {name!r}; there are {list(self.heads)}.")
+        return self.heads[name]
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and "predictions" in vars(self) and name in self.heads:
+            return self.heads[name]
+        raise AttributeError(f"A JointEvaluation has no {name!r}; ask that of one of its heads.")
+
+    def __repr__(self) -> str:
+        return f"JointEvaluation({', '.join(f'{name}={found!r}' for name, found in self.heads.items())})"
+
+    def tables(self) -> dict[str, ReportTable]:
+        """See `Evaluation`; titles begin with the name of the head."""
+        return {
+            f"{name}: {title[0].lower()}{title[1:]}": table
+            for name, found in self.heads.items()
+            for title, table in found.tables().items()
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """See `Evaluation`; models are named with the head: ``"linearized, label"``."""
+        return [
+            row | {"model": f"{row['model']}, {name}"}
+            for name, found in self.heads.items()
+            for row in found.rows()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `to_dict` of every head."""
+        return {name: found.to_dict() for name, found in self.heads.items()}
+
+    def figures(self) -> dict[str, Figure]:
+        """See `Evaluation`; titles begin with the name of the head."""
+        return {
+            f"{name}: {title}": figure
+            for name, found in self.heads.items()
+            for title, figure in found.figures().items()
+        }
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "How far to trust this model") -> Path:
+        """Of one head: ``evaluation[head].report(path)``."""
+        raise PosthocUQError(
+            f"A page is of one of the heads {list(self.heads)}: evaluation[head].report(path)."
+        )
 
 
 def _page() -> Any:
@@ -372,7 +450,7 @@ def evaluate(
     referral: Referral | None = None,
     bins: int = 15,
     n_examples: int = 12,
-    class_names: Sequence[str] | None = None,
+    class_names: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     display: Callable[[Tensor], Tensor] | None = None,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
@@ -400,14 +478,15 @@ def evaluate(
             default at a rate of 0.05, where these allow it.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
-        class_names: by class index, for the report.
+        class_names: by class index, for the report; of several heads by the name of the head.
         display: one input image (channels, height, width) to colours in [0, 1]; by default its values are stretched.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         progress: show a bar for each loader; by default on a terminal.
 
     Returns:
-        An `Evaluation`: print it, or write it with `to_csv`, `to_json` or `report`.
+        An `Evaluation`: print it, or write it with `to_csv`, `to_json` or `report`. Of several heads a
+        `posthoc_uq.evaluation.JointEvaluation`, which has one for each: ``evaluation.label``.
 
     Raises:
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
@@ -428,7 +507,8 @@ def evaluate(
     groups, bins = _groups(joint), check_option("bins", bins, Count)
     check_option("referral", referral, Referral | None)
     n_examples = check_option("n_examples", n_examples, Natural)
-    names = None if class_names is None else _listed("class_names", class_names)
+    by_head = isinstance(class_names, Mapping)
+    names: Any = class_names if by_head or class_names is None else _listed("class_names", class_names)
     check_option("display", display, Callable[..., Any] | None)
     reader = replace(
         rows[0].reader,
@@ -452,9 +532,13 @@ def evaluate(
             found, _ = _pass(rows, foreign_loader, name, [gallery], reader, progress)
             for row, prediction in found.items():
                 predictions[row][name] = prediction
-    return Evaluation(
+    first = familiar[rows[0].name]
+    kind = JointEvaluation if first.kind == "heads" else Evaluation
+    if (first.kind == "heads") != by_head and names is not None:
+        raise PosthocUQError("class_names are a list; of several heads a mapping to lists, by the head.")
+    return kind(
         predictions,
-        familiar[rows[0].name].fitting(targets),
+        first.fitting(targets),
         {title: gallery.examples for title, gallery in galleries.items() if gallery.examples},
         score,
         rates,

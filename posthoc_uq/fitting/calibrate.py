@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from math import log
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from annotated_types import Gt, Lt
@@ -52,7 +52,7 @@ from posthoc_uq.fitting.held_out import (
     warn_of_doubt,
 )
 from posthoc_uq.fitting.prior import knows_noise
-from posthoc_uq.fitting.rare_classes import RareClasses, with_rare_classes
+from posthoc_uq.fitting.rare_classes import RareClasses, rare_in_heads, with_rare_classes
 from posthoc_uq.fitting.seen_rows import warn_of_few_errors, warn_of_little_noise
 from posthoc_uq.fitting.tune import checked_scaling, has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
@@ -84,6 +84,9 @@ from posthoc_uq.likelihoods.weights import counted_alone, nothing_counts
 from posthoc_uq.posteriors.history import HeadRecord, Trial, Trials, recordable
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import BY_CLASS, HEADS
+
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.joint import JointPrediction
 
 Share = Annotated[float, Gt(0), Lt(1)]
 _FEW = 30  # samples that promise after others were left out for class rates; of less it is said
@@ -715,15 +718,8 @@ def _measured(
     Raises:
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
     """
-    of_inputs: dict[str, list[Tensor]] = {}
-    of_counted: dict[str, list[Tensor]] = {}  # of outputs with positions, by those that count
-    counting = list[Tensor]()  # which inputs have any
-    of_targets, tuning, wrong = list[TargetScores](), list[Tensor](), list[Tensor]()
-    of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
-    staying = list[Tensor]()
-    kind: TargetScore | None = None
-    channels: int | None = None
-    classes: int | None = None
+    scores, tuning, staying = _Measuring(sets, by_class, jointly), list[Tensor](), list[Tensor]()
+    of_heads = dict[str, _Measuring]()
     retuning = _Retuning(predictor)
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         if data.samples or data.joins:  # else as many batches as the loader has, all as large as the first
@@ -739,15 +735,12 @@ def _measured(
                 prediction = predictor.prediction_for(batch, distribution).to("cpu")
             else:
                 prediction = predictor(batch).to("cpu")
-            classes = prediction.classes
-            if by_class and (classes is None or prediction.kind != "classes"):
-                raise PosthocUQError(
-                    "by_class=True promises coverage for each class, and no classes are predicted."
+            several = cast("JointPrediction", prediction) if prediction.kind == "heads" else None
+            if several is not None and not of_heads:
+                scores, of_heads = (
+                    _Measuring("lac", False, False),
+                    _scores_of_heads(several, sets, by_class, jointly),
                 )
-            _add_scores(of_inputs, prediction)
-            if (alone := counted_alone(prediction, batch)) is not None:
-                _add_scores(of_counted, alone[0])
-                counting.append(alone[1])
             tuning.append(tunes)
             kept = torch.ones_like(tunes) if all_promise or data.all_in_both else ~tunes
             if weights is not None:
@@ -758,69 +751,173 @@ def _measured(
             targets = prediction.fitting(given.cpu().clone())
             if retunes := retunes and prediction.kind != "positions":
                 retuning.add(distribution, given, prediction, targets)
-            if (mistakes := prediction.mistakes(targets)) is not None:
-                wrong.append(mistakes)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
-            found = prediction.target_scores(targets, sets, keys)
-            if found is not None and found.kind == "raps":
-                probs = as_double(cast(ClassPrediction, prediction).probs)
-                of_classes.append((probs, found.groups, uniforms(keys, 1).squeeze(1)))
-            _check_joint(found, jointly)
-            if found is not None:
-                kind, channels = found.kind, found.channels
-                of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
+            scores.add(prediction, targets, batch, kept, keys)
+            if several is not None:
+                own = several.split_targets(targets)
+                for name, of_head in of_heads.items():
+                    of_head.add(several[name], own[name], batch, kept, keys)
             bar.advance(len(prediction))
     first = torch.cat(tuning)
     of_sets = second = first if data.all_in_both else ~first
     if staying:
         first, second = _left(first, second, torch.cat(staying))
         of_sets = of_sets if by_class else second
-    scores, of_inputs_kept = _input_scores(of_inputs, first, second)
-    of_counted_kept = mistaken = of_targets_kept = rare = None
-    if counting:
-        some = torch.cat(counting)
-        if not bool((first & some).any() and (second & some).any()):
-            raise nothing_counts()
-        of_counted_kept = _input_scores(of_counted, first & some, second & some)[1]
-    if wrong:
-        errors = torch.cat(wrong)[second]
-        mistaken = {
-            name: wrong_up_to(kept, scores[name][second], errors)
-            for name, kept in of_inputs_kept.inputs.items()
-        }
-    if kind is not None and channels is not None:
-        of_targets_kept = _of_maps(kind, of_targets, channels)
-    elif kind is not None:
-        all_scores = torch.cat([found.scores for found in of_targets])
-        groups = torch.cat([found.groups for found in of_targets])
-        regularisation = None
-        if of_classes:
-            probs, labels, uniform = (torch.cat(parts) for parts in zip(*of_classes, strict=True))
-            regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
-            scores_of_all = class_scores(probs[of_sets], "raps", uniform[of_sets], regularisation)
-            all_scores = scores_of_all.gather(-1, labels[of_sets])
-        if classes is not None and kind in get_args(SetScore) and not by_class:
-            rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
-        columns = _split_scores(kind, all_scores, groups, classes if by_class else None, jointly)
-        of_targets_kept = HeldOutTargets(
-            kind=kind,
-            scores=[held_out_scores(each) for each in columns],
-            regularisation=regularisation,
-            shares=None if of_targets[0].shares is None else list(of_targets[0].shares),
+    common: dict[str, Any] = {
+        "samples": len(second) if all_promise else int(second.sum()),
+        "share": share,
+        "seed": data.seed,
+        "head": dict(predictor.identity()),
+        "posterior": predictor.posterior.settings.plain(),
+    }
+    found, rare = scores.result(first, second, of_sets, common)
+    if of_heads:
+        results = {name: each.result(first, second, of_sets, common) for name, each in of_heads.items()}
+        found = found.changed(heads={name: result for name, (result, _) in results.items()})
+        rare = rare_in_heads({name: of_head for name, (_, of_head) in results.items()})
+    return found, retuning, rare
+
+
+class _Measuring:
+    """The scores of one prediction of every sample, batch by batch.
+
+    Args:
+        sets: the score of classes.
+        by_class: whether sets are promised for each class.
+        jointly: whether several values are promised together.
+    """
+
+    def __init__(self, sets: SetScore, by_class: bool, jointly: bool) -> None:
+        self._sets: SetScore = sets
+        self._by_class, self._jointly = by_class, jointly
+        self._of_inputs: dict[str, list[Tensor]] = {}
+        self._of_counted: dict[str, list[Tensor]] = {}  # of outputs with positions, by those that count
+        self._counting = list[Tensor]()  # which inputs have any
+        self._of_targets, self._wrong = list[TargetScores](), list[Tensor]()
+        # for "raps": probabilities, labels and random numbers
+        self._of_classes = list[tuple[Tensor, Tensor, Tensor]]()
+        self._kind: TargetScore | None = None
+        self._channels: int | None = None  # of values at positions
+        self._classes: int | None = None
+
+    def add(self, prediction: Prediction, targets: Tensor, batch: Batch, kept: Tensor, keys: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            prediction: of it.
+            targets: as the prediction takes them.
+            batch: the same.
+            kept: which samples promise of their targets, ``(samples,)``.
+            keys: hashes of the inputs, ``(samples,)``.
+        """
+        classes = self._classes = prediction.classes
+        if self._by_class and (classes is None or prediction.kind != "classes"):
+            raise PosthocUQError(
+                "by_class=True promises coverage for each class, and no classes are predicted."
+            )
+        _add_scores(self._of_inputs, prediction)
+        if (alone := counted_alone(prediction, batch)) is not None:
+            _add_scores(self._of_counted, alone[0])
+            self._counting.append(alone[1])
+        if (mistakes := prediction.mistakes(targets)) is not None:
+            self._wrong.append(mistakes)
+        found = prediction.target_scores(targets, self._sets, keys)
+        if found is not None and found.kind == "raps":
+            probs = as_double(cast(ClassPrediction, prediction).probs)
+            self._of_classes.append((probs, found.groups, uniforms(keys, 1).squeeze(1)))
+        _check_joint(found, self._jointly)
+        if found is not None:
+            self._kind, self._channels = found.kind, found.channels
+            self._of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
+
+    def result(
+        self, first: Tensor, second: Tensor, of_sets: Tensor, common: dict[str, Any]
+    ) -> tuple[ConformalScores, RareClasses | None]:
+        """The scores that are kept, and the classes that these promise too little for.
+
+        Args:
+            first: which samples measure the tails of scores of inputs, ``(samples,)``.
+            second: which promise.
+            of_sets: which promise sets.
+            common: the other fields of the scores.
+        """
+        scores, of_inputs_kept = _input_scores(self._of_inputs, first, second)
+        of_counted_kept = mistaken = of_targets_kept = rare = None
+        if self._counting:
+            some = torch.cat(self._counting)
+            if not bool((first & some).any() and (second & some).any()):
+                raise nothing_counts()
+            of_counted_kept = _input_scores(self._of_counted, first & some, second & some)[1]
+        if self._wrong:
+            errors = torch.cat(self._wrong)[second]
+            mistaken = {
+                name: wrong_up_to(kept, scores[name][second], errors)
+                for name, kept in of_inputs_kept.inputs.items()
+            }
+        kind, classes = self._kind, self._classes
+        if kind is not None and self._channels is not None:
+            of_targets_kept = _of_maps(kind, self._of_targets, self._channels)
+        elif kind is not None:
+            all_scores = torch.cat([found.scores for found in self._of_targets])
+            groups = torch.cat([found.groups for found in self._of_targets])
+            regularisation = None
+            if self._of_classes:
+                probs, labels, uniform = (torch.cat(parts) for parts in zip(*self._of_classes, strict=True))
+                regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
+                scores_of_all = class_scores(probs[of_sets], "raps", uniform[of_sets], regularisation)
+                all_scores = scores_of_all.gather(-1, labels[of_sets])
+            if classes is not None and kind in get_args(SetScore) and not self._by_class:
+                rare = RareClasses.of(all_scores[:, 0], groups[:, 0], classes)
+            of_classes = classes if self._by_class else None
+            columns = _split_scores(kind, all_scores, groups, of_classes, self._jointly)
+            of_targets_kept = HeldOutTargets(
+                kind=kind,
+                scores=[held_out_scores(each) for each in columns],
+                regularisation=regularisation,
+                shares=None if self._of_targets[0].shares is None else list(self._of_targets[0].shares),
+            )
+        found_scores = ConformalScores(
+            inputs=of_inputs_kept.inputs,
+            tails=of_inputs_kept.tails,
+            targets=of_targets_kept,
+            wrong=mistaken,
+            counted=of_counted_kept,
+            **common,
         )
-    found_scores = ConformalScores(
-        inputs=of_inputs_kept.inputs,
-        tails=of_inputs_kept.tails,
-        samples=len(second) if all_promise else int(second.sum()),
-        share=share,
-        seed=data.seed,
-        head=dict(predictor.identity()),
-        posterior=predictor.posterior.settings.plain(),
-        targets=of_targets_kept,
-        wrong=mistaken,
-        counted=of_counted_kept,
-    )
-    return found_scores, retuning, rare
+        return found_scores, rare
+
+
+def _scores_of_heads(
+    prediction: JointPrediction, sets: SetScore, by_class: bool, jointly: bool
+) -> dict[str, _Measuring]:
+    """Those of every head; what is asked for holds for the heads that have it.
+
+    Raises:
+        PosthocUQError: no head has it.
+    """
+    kinds = {name: prediction[name].kind for name in prediction.keys()}  # noqa: SIM118
+    for asked, fitting, what in (
+        (
+            by_class,
+            ("classes",),
+            "by_class=True promises coverage for each class, and no head predicts classes.",
+        ),
+        (
+            jointly,
+            ("values", "draws"),
+            "jointly=True promises intervals of several values, and no head has values.",
+        ),
+    ):
+        if asked and not {*fitting} & {*kinds.values()}:
+            raise PosthocUQError(what)
+    return {
+        name: _Measuring(
+            "lac" if kind == "positions" else sets,
+            by_class and kind == "classes",
+            jointly and kind in ("values", "draws"),
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _check_joint(found: TargetScores | None, jointly: bool) -> None:

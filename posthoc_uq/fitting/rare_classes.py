@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -71,6 +72,15 @@ class RareClasses:
         usual = samples / classes
         rare = usual >= _NEEDED and any(counts[own] < _RARE * usual for own in few)
         return cls(text[0].upper() + text[1:], bool(missed) or rare)
+
+
+def rare_in_heads(of_heads: Mapping[str, RareClasses | None]) -> RareClasses | None:
+    """Those of several heads as one, by the names of the heads."""
+    known = {name: rare for name, rare in of_heads.items() if rare is not None}
+    if not known:
+        return None
+    text = " ".join(f"Head {name!r}: {rare.text}" for name, rare in known.items())
+    return RareClasses(text, any(rare.matters for rare in known.values()))
 
 
 def with_rare_classes(posterior: Posterior, rare: RareClasses | None) -> Posterior:

@@ -500,7 +500,7 @@ class ConformalScores(InputScores):
         if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
             raise ValueError("must have the same scores of inputs by the positions that counted")
         for scores in (self.heads or {}).values():
-            if scores.heads is not None or (scores.head, scores.valid_at) != (self.head, self.valid_at):
+            if scores.heads is not None or (scores.head, scores.posterior) != (self.head, self.posterior):
                 raise ValueError("must have scores of heads that were measured like its own")
         return self
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import at_least_float32
+from posthoc_uq.core.devices import as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.outputs import MAX_HEADS, joined_targets, parts_by_name, side_by_side
@@ -25,6 +25,7 @@ from posthoc_uq.likelihoods.classes import Categorical
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, LogitCovariance, OutputGaussian
 from posthoc_uq.likelihoods.gaussian import Gaussian
+from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import Prediction, cat
 from posthoc_uq.likelihoods.registry import (
@@ -123,8 +124,11 @@ class Joint(Likelihood):
     @property
     def finds_noise(self) -> tuple[str, ...]:
         """The heads whose noise variance is to be that of the training residuals."""
+        return tuple(self._finding_noise())
+
+    def _finding_noise(self) -> dict[str, Gaussian]:
         heads = self.head_likelihoods.items()
-        return tuple(name for name, head in heads if isinstance(head, Gaussian) and head.finds_noise)
+        return {name: head for name, head in heads if isinstance(head, Gaussian) and head.finds_noise}
 
     def defines(self, method: str) -> bool:
         """Whether all heads do, of what is the sum of theirs."""
@@ -170,14 +174,12 @@ class Joint(Likelihood):
         return next((each for each in found if columns is not None and each._fitting(columns)), found[0])
 
     def _variants(self, name: str, shape: tuple[int, ...]) -> list[tuple[Likelihood, tuple[int, ...]]]:
-        """What a head may be by the shape of its outputs: also with classes in the other dimension, where nobody said;
-        values of more than two dimensions in one.
+        """What a head may be by the shape of its outputs: also with classes in the other dimension, where nobody
+        said.
         """
         head = self.head_likelihoods[name]
         if name in self._by_name and type(head) is Categorical and len(shape) > 1:
             return [(Categorical(class_dim), shape) for class_dim in (1, -1)]
-        if isinstance(head, Gaussian) and len(shape) > 1:
-            return [(head, (prod(shape),))]
         return [(head, shape)]
 
     def _of(self, heads: Mapping[str, tuple[Likelihood, tuple[int, ...]]]) -> Joint:
@@ -391,6 +393,25 @@ class Joint(Likelihood):
         parts, drawn = self.split(outputs), self.split(draws)
         return all(h.decisions_agree(parts[n], drawn[n]) for n, h in self.head_likelihoods.items())
 
+    # Classes, for the novelty of inputs: those of the first head that has some
+
+    def _head_of_classes(self) -> str | None:
+        for name, head in self.head_likelihoods.items():
+            outputs = torch.empty(1, *self.shapes[name], device="cpu")
+            if head.positions_of(outputs) is None and head.classes(prod(self.shapes[name])) > 1:
+                return name
+        return None
+
+    def classes(self, outputs: int) -> int:
+        name = self._head_of_classes()
+        return 1 if name is None else self.head_likelihoods[name].classes(prod(self.shapes[name]))
+
+    def predicted_class(self, outputs: Tensor) -> Tensor:
+        name = self._head_of_classes()
+        if name is None:
+            return super().predicted_class(outputs)
+        return self.head_likelihoods[name].predicted_class(self._of_head(name, outputs))
+
     # Predictions
 
     def divisors(self, temperature: float, like: Tensor) -> Tensor:
@@ -439,30 +460,43 @@ class Joint(Likelihood):
 
     # Noise
 
-    def _of_found(self, outputs: Tensor, targets: Tensor, of: Callable[..., Tensor | None]) -> Tensor:
-        """A number for each output of the heads in `finds_noise`, 1 where it is None and for the other heads."""
+    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``outputs - targets`` of the heads in `finds_noise`, in the shape of the outputs; 1 for others. Those
+        of a channel that outputs have at several positions are its root mean square, at each.
+        """
         found = torch.ones_like(at_least_float32(outputs))
         of_heads, parts = self.split_targets(targets), self.split(outputs)
-        for name in self.finds_noise:
-            own = of(self.head_likelihoods[name], parts[name], of_heads[name])
-            if own is not None:
-                found[:, self.slices[name]] = own.reshape(len(found), -1).to(found)
+        for name, head in self._finding_noise().items():
+            own, layout = head.residuals(parts[name], of_heads[name]), head.positions_of(parts[name])
+            if layout is not None:
+                own = _mean_at_positions(layout, layout.rows(own).square(), parts[name]).sqrt()
+            found[:, self.slices[name]] = own.reshape(len(found), -1)
         return found
 
-    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``outputs - targets`` of the heads in `finds_noise`, in the shape of the outputs; 1 for the other heads."""
-        return self._of_found(outputs, targets, Gaussian.residuals)
-
     def target_counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Which targets of these heads are there."""
-        return self._of_found(outputs, targets, Gaussian.target_counts)
+        """How many targets there are for each of the `residuals`."""
+        found = as_double(torch.ones_like(outputs))
+        of_heads, parts = self.split_targets(targets), self.split(outputs)
+        for name, head in self._finding_noise().items():
+            counts, layout = head.target_counts(parts[name], of_heads[name]), head.positions_of(parts[name])
+            if counts is not None and layout is not None:
+                counts = _mean_at_positions(layout, counts, parts[name])
+            if counts is not None:
+                found[:, self.slices[name]] = counts.reshape(len(found), -1)
+        return found
 
     def with_noise(self, noise_variance: Tensor) -> Joint:
-        """With the noise variance ``(numbers,)`` of the heads in `finds_noise`."""
-        wanted = self.finds_noise
-        return self._changed(
-            lambda name, head: head.with_noise(noise_variance[self.slices[name]]) if name in wanted else head
-        )
+        """With the noise variance ``(numbers,)`` of the heads in `finds_noise`, one a channel."""
+        wanted = self._finding_noise()
+
+        def changed(name: str, head: Likelihood) -> Likelihood:
+            if name not in wanted:
+                return head
+            own = noise_variance[self.slices[name]].reshape(1, *self.shapes[name])
+            layout = head.positions_of(own)
+            return head.with_noise(own.flatten() if layout is None else layout.rows(own)[0])
+
+        return self._changed(changed)
 
     def at_noise_scale(self, factor: float) -> Joint:
         """With the noise of every head that has one `factor` times as large."""
@@ -517,6 +551,15 @@ def _resolved(name: str, likelihood: Any) -> Likelihood:
     if isinstance(found, Joint):
         raise PosthocUQError(f"Head {name!r} is a uq.Joint; name its heads beside the others.")
     return found
+
+
+def _mean_at_positions(layout: Layout, rows: Tensor, like: Tensor) -> Tensor:
+    """The mean over a sample's positions of rows ``(samples * positions, channels)``, at each of them, in the shape of
+    the outputs `like`.
+    """
+    by_sample = rows.reshape(len(like), -1, rows.shape[1])
+    means = by_sample.mean(1, keepdim=True).expand_as(by_sample)
+    return layout.whole(means.flatten(0, 1), layout.positions(like))
 
 
 def _keys_of(keys: Tensor, place: int) -> Tensor:
@@ -726,6 +769,22 @@ class JointPrediction(Prediction):
     def losses(self, targets: Any) -> Tensor:
         """(batch,): the negative log-likelihood of all heads."""
         return -self.log_prob(targets).double()
+
+    def set(self, level: float = 0.9, *, allow_empty: bool = False) -> NoReturn:
+        """Of a head: ``prediction[head].set(level)``."""
+        raise PosthocUQError(f"Sets belong to one of the heads {self.keys()}: prediction[head].set(level).")
+
+    def interval(self, level: float = 0.95) -> NoReturn:
+        """Of a head: ``prediction[head].interval(level)``."""
+        raise PosthocUQError(
+            f"Intervals belong to one of the heads {self.keys()}: prediction[head].interval(level)."
+        )
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The `to_dict` of every head, under the name of the head and a dot."""
+        found = {f"{name}.{key}": v for name in self.parts for key, v in self[name].to_dict().items()}
+        novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
+        return {key: v for key, v in found.items() if not key.endswith(".novelty")} | novelty
 
     def tensors(self) -> NoReturn:
         raise PosthocUQError(

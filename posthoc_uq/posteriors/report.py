@@ -9,7 +9,13 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.tables import cell_text, text_table
-from posthoc_uq.likelihoods.conformal import INTERVAL_KINDS, ConformalScores, rounded_down, scarcest_of
+from posthoc_uq.likelihoods.conformal import (
+    INTERVAL_KINDS,
+    ConformalScores,
+    HeldOutTargets,
+    rounded_down,
+    scarcest_of,
+)
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import ChangesRecord, History
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, same_settings
@@ -194,27 +200,33 @@ def described_promises(promises: ConformalScores, settings: Mapping[str, Any]) -
     """What the predictions of a posterior with these settings promise by held-out scores, in words."""
     if not same_settings(promises.valid_at, settings):
         return f"void: those of {promises.samples:,} held-out samples are of other hyperparameters; calibrate again"
-    parts: list[str] = []
-    if promises.targets is not None:
-        kind, scores = promises.targets.kind, promises.targets.scores
-        what = "intervals" if kind in INTERVAL_KINDS else "sets"
-        counts = [score.samples for score in scores]
-        scarcest, of = scarcest_of(kind, counts)
-        fewest = counts[scarcest]
-        level = f"{rounded_down(fewest / (fewest + 1)):g}"
-        each = "" if len(scores) == 1 or kind == "quantiles" else f" for each of {len(scores)}"
-        if of:
-            each += f" ({of} has {fewest:,} sample{'s' * (fewest != 1)}, the fewest)"
-        if kind == "positions":
-            each = ", which hold at least that share of an input's labels"
-        elif promises.targets.by_input is not None:
-            each += ", by position and by image"
-        parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
+    parts = [_described_targets(promises.targets)] if promises.targets is not None else []
+    for name, of_head in (promises.heads or {}).items():
+        if of_head.targets is not None:
+            parts.append(f"of {name} {_described_targets(of_head.targets)}")
     parts.append(f"p-values of {', '.join(promises.inputs)}")
     approximately = ", approximately: they tuned it too" if promises.share is None else ""
     at_rates = " at the given class rates" if promises.class_rates is not None else ""
     head = promises.head["head"]
     return f"{'; '.join(parts)}; by {promises.samples:,} held-out samples{at_rates}{approximately}, head {head!r}"
+
+
+def _described_targets(targets: HeldOutTargets) -> str:
+    """What is promised of targets, in words."""
+    kind, scores = targets.kind, targets.scores
+    what = "intervals" if kind in INTERVAL_KINDS else "sets"
+    counts = [score.samples for score in scores]
+    scarcest, of = scarcest_of(kind, counts)
+    fewest = counts[scarcest]
+    level = f"{rounded_down(fewest / (fewest + 1)):g}"
+    each = "" if len(scores) == 1 or kind == "quantiles" else f" for each of {len(scores)}"
+    if of:
+        each += f" ({of} has {fewest:,} sample{'s' * (fewest != 1)}, the fewest)"
+    if kind == "positions":
+        each = ", which hold at least that share of an input's labels"
+    elif targets.by_input is not None:
+        each += ", by position and by image"
+    return f"{what} by {kind!r} up to a level of {level}{each}"
 
 
 def described_output(output: OutputChoice) -> str:
