@@ -512,3 +512,105 @@ def test_measures_by_head(tmp_path: Path) -> None:
         _ = prediction.probs
     with pytest.raises(uq.PosthocUQError, match="no head 'lable'"):
         _ = prediction["lable"]
+
+
+# A fixed number of slots, such as the queries of a detector
+
+SLOTS, EMPTY = 3, -100
+SLOTTED = uq.Joint(logits="classification", boxes=uq.Gaussian(NOISE, channel_dim=-1, missing="ignore"))
+
+
+class Slots(nn.Module):
+    """Logits of four classes and the two ends of a box for each of three slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.logits, self.boxes = nn.Linear(3, SLOTS * 4).double(), nn.Linear(3, SLOTS * 2).double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = x.tanh()
+        return {
+            "logits": self.logits(hidden).unflatten(1, (SLOTS, 4)),
+            "boxes": self.boxes(hidden).unflatten(1, (SLOTS, 2)),
+            "auxiliary": hidden,
+        }
+
+
+def slots(samples: int = SAMPLES) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    model, x = Slots(), inputs_of(3, samples=samples, dtype=torch.float64)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        found = model(x)
+        labels, empty = Categorical(logits=found["logits"]).sample(), torch.rand(samples, SLOTS) < 0.3
+        scales = torch.tensor([0.2, 0.6], dtype=torch.float64)
+        boxes = found["boxes"] + scales * torch.randn(samples, SLOTS, 2, dtype=torch.float64)
+    return (
+        model,
+        x,
+        {
+            "logits": labels.masked_fill(empty, EMPTY),
+            "boxes": boxes.masked_fill(empty.unsqueeze(2), math.nan),
+        },
+    )
+
+
+def test_slots(tmp_path: Path) -> None:
+    model, x, targets = slots()
+    posterior = fit(model, [(x, targets)], likelihood=SLOTTED)
+    assert posterior.likelihood.attributes()["heads"]["logits"] == {"name": "classification", "class_dim": -1}
+    found, there = model(x), (targets["logits"] != EMPTY).double()
+    probs = found["logits"].detach().softmax(2)
+    of_classes = torch.diag_embed(probs) - probs.unsqueeze(3) * probs.unsqueeze(2)
+    parameters, rows = [*model.parameters()], []
+    for sample in torch.cat([found["logits"].flatten(1), found["boxes"].flatten(1)], 1):
+        for output in sample:
+            own = torch.autograd.grad(output, parameters, retain_graph=True, allow_unused=True)
+            pairs = zip(own, parameters, strict=True)
+            rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
+    jacobians = torch.stack(rows).unflatten(0, (SAMPLES, -1))
+    ggn = TAU * torch.eye(jacobians.shape[2], dtype=torch.float64)
+    for n in range(SAMPLES):
+        blocks = [there[n, s] * of_classes[n, s] for s in range(SLOTS)]
+        blocks += [there[n, s] * torch.eye(2, dtype=torch.float64) / NOISE for s in range(SLOTS)]
+        ggn = ggn + jacobians[n].T @ torch.block_diag(*blocks) @ jacobians[n]
+    covariance = jacobians[:5] @ torch.linalg.inv(ggn) @ jacobians[:5].mT
+    predictor = uq.wrap(model, posterior)
+    torch.testing.assert_close(predictor.functional_covariance(x[:5]), covariance)
+    prediction = predictor(x[:5])
+    spread = covariance.diagonal(0, 1, 2)
+    torch.testing.assert_close(prediction.boxes.epistemic_variance, spread[:, 12:].unflatten(1, (SLOTS, 2)))
+    assert prediction.logits.probs.shape == (5, SLOTS, 4) and prediction.boxes.mean.shape == (5, SLOTS, 2)
+    # each slot has the covariance of its own logits
+    noise = torch.randn(100_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for slot in range(SLOTS):
+        part = slice(4 * slot, 4 * slot + 4)
+        root = torch.linalg.cholesky(covariance[:, part, part])
+        draws = found["logits"][:5, slot].detach() + torch.einsum("nkl,sl->snk", root, noise)
+        torch.testing.assert_close(
+            prediction.logits.probs[:, slot], draws.softmax(2).mean(0), rtol=0, atol=3e-3
+        )
+    # draws of the function, where outputs are many
+    drawn = uq.wrap(model, posterior, engine="jvp", n_probes=4000)(x[:5]).boxes.epistemic_variance
+    torch.testing.assert_close(drawn, prediction.boxes.epistemic_variance, rtol=0.15, atol=0)
+    # noise of each end of a box, promises, and measures of the slots that are filled
+    likelihood = uq.Joint(logits="classification", boxes=uq.Gaussian(channel_dim=-1, missing="ignore"))
+    posterior = uq.fit(model, [(x, targets)], "diag", likelihood=likelihood, progress=False)
+    errors = (found["boxes"].detach() - targets["boxes"]).square().nanmean((0, 1))
+    variances = posterior.likelihood.head_likelihoods["boxes"].noise_variance
+    torch.testing.assert_close(variances, errors)
+    posterior = uq.calibrate(posterior, [(x, targets)], progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    predictor = uq.wrap(model, uq.load(tmp_path / "p.h5", model))
+    prediction = predictor(x)
+    assert prediction.logits.set(0.8).shape == (SAMPLES, SLOTS, 4)
+    lower, upper = prediction.boxes.interval(0.8, by="image")
+    assert lower.shape == (SAMPLES, SLOTS, 2) and bool((lower < upper).all())
+    measured = uq.evaluate(predictor, [(x, targets)], progress=False)
+    right = (prediction.logits.predicted() == targets["logits"])[there.bool()]
+    accuracy = measured.metrics["linearized"]["logits accuracy"]
+    assert accuracy == pytest.approx(float(right.double().mean()))
+    of_filled = prediction.logits.masked(there).scores()["entropy"][there.any(1)]
+    scores = measured["logits"].predictions["linearized"]["test"].scores()["entropy"][there.any(1)]
+    torch.testing.assert_close(scores, of_filled, rtol=1e-5, atol=1e-6)

@@ -756,7 +756,7 @@ def _measured(
             if several is not None:
                 own = several.split_targets(targets)
                 for name, of_head in of_heads.items():
-                    of_head.add(several[name], own[name], batch, kept, keys)
+                    of_head.add(several[name], own[name], several.batch_of(name, batch), kept, keys)
             bar.advance(len(prediction))
     first = torch.cat(tuning)
     of_sets = second = first if data.all_in_both else ~first

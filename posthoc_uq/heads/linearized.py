@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from posthoc_uq.layers.frozen import Features, FrozenPart
 
 _MAX_BACKWARD = (
-    256  # passes for outputs with positions; `engine="auto"` draws the function where more are needed
+    256  # passes for positions, or several heads; `engine="auto"` draws the function where more are needed
 )
 
 
@@ -497,7 +497,8 @@ class LinearizedPredictor(GaussianPredictor):
         found = Linearization(self._chosen, capture, last, weights, prepared.budget, batch, samples)
         if alone is not None and found.by_last_layer is not None:
             return found.by_last_layer
-        if self._engine == "auto" and found.sizes and found.backward_passes > _MAX_BACKWARD:
+        several = found.sizes or self._posterior.likelihood.head_likelihoods
+        if self._engine == "auto" and several and found.backward_passes > _MAX_BACKWARD:
             return self._probed(batch, features, found.watched)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from posthoc_uq.core.batches import as_targets
+from posthoc_uq.core.batches import Batch, as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
@@ -236,6 +236,10 @@ class Joint(Likelihood):
             found[name] = numbers if dtype.is_floating_point else numbers.to(dtype)
             start += prod(shape)
         return found
+
+    def takes_targets(self, columns: int) -> bool:
+        """Whether targets of all heads may have so many numbers, see `joined_targets`."""
+        return self._fitting(columns) is not None
 
     def _fitting(self, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
         """Shape and type of every head's targets, where all have so many columns together."""
@@ -620,7 +624,7 @@ class JointPrediction(Prediction):
     kind: ClassVar[str] = "heads"
     default_score: ClassVar[str] = "functional_variance"
     loss_name: ClassVar[str] = "NLL"
-    _hidden: ClassVar[tuple[str, ...]] = ("likelihood", "parts", "split_targets")
+    _hidden: ClassVar[tuple[str, ...]] = ("batch_of", "likelihood", "parts", "split_targets")
 
     parts: dict[str, Any]
     likelihood: Joint
@@ -725,6 +729,13 @@ class JointPrediction(Prediction):
         if not found:
             return super().entropy()
         return torch.stack([each.reshape(len(each), -1).mean(1) for each in found]).sum(0)
+
+    def batch_of(self, name: str, batch: Batch) -> Batch:
+        """A batch with the targets of one head alone; without any where they are not those of the heads."""
+        targets = batch.targets
+        fit = targets is not None and targets.ndim == 2 and self.likelihood.takes_targets(targets.shape[1])
+        own = self.likelihood.split_targets(targets)[name] if targets is not None and fit else None
+        return replace(batch, targets=own)
 
     def split_targets(self, targets: Any) -> dict[str, Tensor]:
         """By head, targets as its prediction takes them; see `Prediction.fitting`."""

@@ -9,6 +9,7 @@ of the sample.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.positions import AtPositions
 from posthoc_uq.likelihoods.prediction import Prediction
+
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.joint import JointPrediction
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,10 @@ def counting(prediction: Prediction, batch: Batch) -> Prediction:
     """The prediction, in whose numbers of an input only positions count that labels, weights and the attention mask
     leave in; of an input without any, all of them.
     """
+    if prediction.kind == "heads":
+        several = cast("JointPrediction", prediction)
+        batches = {name: several.batch_of(name, batch) for name in several.parts}
+        return several.changed(parts={n: counting(p, batches[n]) for n, p in several.parts.items()})
     if not isinstance(prediction, AtPositions) or prediction.mask is not None:
         return prediction
     counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
