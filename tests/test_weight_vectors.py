@@ -158,3 +158,24 @@ def test_what_has_no_density_and_weights_that_do_not_fit() -> None:
     latent = uq.fit(Net().float(), [(X.float(), Y)], uq.LatentBinary(epochs=1), progress=False)
     with pytest.raises(uq.PosthocUQError, match=r"log_prob.* needs a log-determinant and a precision"):
         latent.log_prob(Net())
+
+
+def test_the_model_itself_may_be_trained_further() -> None:
+    """The penalty belongs to the weights of the fit, and what would be at others is refused."""
+    model = Net()
+    posterior = fit("kfac", model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    at_mean = posterior.log_prob(model)
+    with torch.no_grad():
+        model.last.bias.add_(0.3)
+    found = posterior.log_prob(model)
+    moved = {**before, "last.bias": before["last.bias"] + 0.3}
+    torch.testing.assert_close(found, fit("kfac").log_prob(moved))
+    assert float(found) < float(at_mean)
+    with pytest.raises(uq.PosteriorMismatchError, match="changed after the posterior was fitted"):
+        posterior.jacobians(X)
+    late = fit("kfac", model)
+    with torch.no_grad():
+        model.last.bias.add_(0.3)
+    with pytest.raises(uq.PosteriorMismatchError, match=r"copy\.deepcopy"):
+        late.log_prob(model)

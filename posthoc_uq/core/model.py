@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
+from hashlib import sha256
 from itertools import chain
 from typing import Any, cast
 
@@ -484,3 +485,25 @@ def _load_forward_rules() -> None:
             import torch._decomp.decompositions_for_jvp  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ImportError:  # a version of torch that keeps them elsewhere
             return
+
+
+def fingerprint(parameters: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
+
+    Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
+    little-endian; of a sparse one the places, as int64, and the numbers that are there.
+    """
+    digest = sha256()
+    for name in sorted(parameters):
+        tensor, parts = parameters[name].detach().cpu(), list[Tensor]()
+        if tensor.layout == torch.strided:
+            parts.append(tensor)
+        else:
+            sparse = tensor.to_sparse_coo().coalesce()
+            parts += [sparse.indices(), sparse.values()]
+        shape = ",".join(str(size) for size in tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name} {dtype} {shape}\n".encode(errors="surrogatepass"))
+        for part in parts:
+            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

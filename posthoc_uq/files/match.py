@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from hashlib import sha256
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import check_usable, other_name, statistics_of, unwrap, with_plain_weights
+from posthoc_uq.core.model import (
+    check_usable,
+    fingerprint,
+    other_name,
+    statistics_of,
+    unwrap,
+    with_plain_weights,
+)
 from posthoc_uq.posteriors.posterior import Posterior
-
-
-def fingerprint(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
-
-    Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
-    little-endian; of a sparse one the places, as int64, and the numbers that are there.
-    """
-    digest = sha256()
-    for name in sorted(parameters):
-        tensor, parts = parameters[name].detach().cpu(), list[Tensor]()
-        if tensor.layout == torch.strided:
-            parts.append(tensor)
-        else:
-            sparse = tensor.to_sparse_coo().coalesce()
-            parts += [sparse.indices(), sparse.values()]
-        shape = ",".join(str(size) for size in tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        digest.update(f"{name} {dtype} {shape}\n".encode(errors="surrogatepass"))
-        for part in parts:
-            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def buffers_fingerprint(model: nn.Module) -> str | None:

@@ -187,6 +187,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
+    prefix: str | None = None,
     untrusted: bool = False,
     device: torch.device | str | None = None,
     likelihood: Likelihood | None = None,
@@ -198,13 +199,16 @@ def load(
     Args:
         path: a file that `save` wrote.
         model: the model, with the weights it had when the posterior was fitted.
+        prefix: of a posterior that was fitted on a part of the model, such as the last layer on stored features, the
+            part's name in the model, ``"fc"``. Its weights are compared; that the model gives it the features of the
+            fit is yours to know.
         untrusted: parse the file in a child process with a time and memory limit. The digest in a file detects
             damage, but anybody can write a file with a correct digest; set this for a stranger's file.
         device: where the posterior shall live; the model's device if None.
         likelihood: of a posterior that was fitted with a likelihood of your own: an object of the same class with the
             same attributes. Nothing is imported because a file names it.
         output: of a posterior that was fitted with a function as ``output=``: the same function. A key or an index is
-            in the file.
+            in the file. With `prefix`, where the outputs are in what the whole model returns, if that is no tensor.
 
     Raises:
         PosthocUQError: the file is missing or cannot be read, there is no such device, the model's weights have no
@@ -216,6 +220,12 @@ def load(
     model = unwrap(model)
     check_usable(model)
     model = with_plain_weights(model)
+    if prefix is not None:
+        from posthoc_uq.files.part import of_whole, part_of
+
+        part = part_of(model, prefix)
+        found = load(path, part, untrusted=untrusted, device=device, likelihood=likelihood)
+        return of_whole(found, model, prefix, checked_output(output))
     place = model_device(model)
     if device is not None:
         way_out = "leave device out for the model's own, or use 'cpu'"
@@ -351,6 +361,15 @@ def _check_model(
     """Refuse a model that the file does not belong to."""
     shapes = parameter_shapes(description.layers_by_name().values())
     shapes |= {name: tuple(shape) for name, shape in description.certain.items()}
+    if not shapes.keys() <= parameters.keys():
+        from posthoc_uq.files.part import part_with
+
+        part = part_with(model, shapes, description.fingerprint)
+        if part is not None:
+            raise PosteriorMismatchError(
+                f"The posterior in '{path}' was fitted on a part of this model, '{part}'; give its name: "
+                f"uq.load(path, model, prefix='{part}')."
+            )
     check_shapes(shapes, parameters, f"'{os.fsdecode(path)}'")
     if fingerprint({name: parameters[name] for name in shapes}) != description.fingerprint:
         raise PosteriorMismatchError(

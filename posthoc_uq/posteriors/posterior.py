@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import BatchReader, batches_of_call, count_samples
 from posthoc_uq.core.devices import KEPT_BYTES, as_double, has_double, host_double
-from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.model import replicate
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.model import fingerprint, replicate
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seeds
 from posthoc_uq.core.records import Record
@@ -215,7 +215,8 @@ class Posterior:
     _covariances: Cache[Covariance]  # by block
     _variances: Cache[Tensor]  # by block
     _of_layers: Cache[Covariance]  # by layer
-    _normalisers: Cache[Tensor]  # of all blocks together
+    _density: Cache[tuple[dict[str, Covariance], Tensor]]  # of all blocks together
+    _copied_mean: dict[str, Tensor] | None
 
     _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package alone calls
         *("at", "block_settings", "covariance", "covariances", "draw_seeds", "layout", "members", "noted"),
@@ -297,6 +298,7 @@ class Posterior:
         )  # including those that cannot be changed later
         self.settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
         self._clear_caches()
+        self._copied_mean = None
         self._is_made = True
 
     def __dir__(self) -> list[str]:
@@ -469,7 +471,7 @@ class Posterior:
             _covariances=Cache(COVARIANCE_BYTES),
             _variances=Cache(KEPT_BYTES),
             _of_layers=Cache(KEPT_BYTES),
-            _normalisers=Cache(KEPT_BYTES),
+            _density=Cache(0),
         )
 
     def layer_prior(self, layer: str) -> float:
@@ -759,9 +761,30 @@ class Posterior:
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
         return torch.stack([self.covariance(name).log_determinant() for name in self.blocks]).sum()
 
+    def _centre(self) -> dict[str, Tensor]:
+        """A copy of the mean, made while the model still is what it was at the fit: it may be trained further.
+
+        Raises:
+            PosteriorMismatchError: it was trained before anyone asked for it.
+        """
+        if self._copied_mean is None:
+            self._check_weights()
+            vars(self)["_copied_mean"] = {
+                name: self.mean[name].detach().clone() for name in self.parameter_names
+            }
+        return cast("dict[str, Tensor]", self._copied_mean)
+
+    def _check_weights(self) -> None:
+        if self.fingerprint is not None and fingerprint(self.original) != self.fingerprint:
+            raise PosteriorMismatchError(
+                "The model's weights changed after the posterior was fitted or loaded, and those of the fit are gone. "
+                "Give it a copy of its own: uq.fit(copy.deepcopy(model), loader)."
+            )
+
     def log_prob(self, weights: Tensor | Mapping[str, Tensor] | nn.Module) -> Tensor:
         """The log density of the posterior at weights, in nats and float64; differentiable in them, so that it can be
-        the penalty of a later training (elastic weight consolidation, with the covariance of the method). Weights that
+        the penalty of a later training (elastic weight consolidation, with the covariance of the method). The first
+        call keeps a copy of the weights of the fit, so that the model itself may then be trained further. Weights that
         are certain do not count.
 
         Args:
@@ -772,37 +795,42 @@ class Posterior:
             A scalar; of several sets one number each.
 
         Raises:
+            PosteriorMismatchError: the model was trained further between the fit and the first call.
             PosthocUQError: the blocks have no density, or the weights are not those of the posterior.
         """
         from posthoc_uq.posteriors.vectors import as_parameters
 
         self.require([can.PRECISION, can.LOG_DETERMINANT], "posterior.log_prob()")
-        sets, lead = as_parameters(weights, {name: self.mean[name] for name in self.parameter_names})
+        means = self._centre()
+        sets, lead = as_parameters(weights, means)
         place = self.device if has_double(self.device) else torch.device("cpu")
         moved = {
-            name: as_double(given).to(place) - as_double(self.mean[name].detach()).to(place)
+            name: as_double(given).to(place) - as_double(means[name]).to(place)
             for name, given in sets.items()
         }
         matrices = {
             name: layer.to_matrix(moved[layer.weight], None if layer.bias is None else moved[layer.bias])
             for name, layer in self.layers.items()
         }
-        total = self._log_normaliser
-        for name in self.blocks:
+        covariances, total = self._for_density()
+        for name, covariance in covariances.items():
             joined = self.layout.join(name, matrices)
-            total = total - (joined * self.covariance(name).times_precision(joined)).flatten(1).sum(1) / 2
+            total = total - (joined * covariance.times_precision(joined)).flatten(1).sum(1) / 2
         return total.reshape(lead)
 
-    @property
-    def _log_normaliser(self) -> Tensor:
-        """``(log det P - n log 2 pi) / 2`` over the uncertain weights."""
-        found = self._normalisers.get("all")
+    def _for_density(self) -> tuple[dict[str, Covariance], Tensor]:
+        """All covariances, kept however large they are, since a penalty asks in every step; and ``(log det P - n log
+        2 pi) / 2`` over the uncertain weights.
+        """
+        found = self._density.get("all")
         if found is None:
+            covariances = self.covariances()
             masks = [block.uncertain() for block in self.blocks.values()]
             certain = sum(int((~mask).sum()) for mask in masks if mask is not None)
             count = sum(layer.parameters for layer in self.layers.values()) - certain
-            found = as_double(self.log_determinant().detach() - count * log(2 * pi)) / 2
-            self._normalisers.put("all", found, found.nbytes)
+            logs = [as_double(each.log_determinant().detach()) for each in covariances.values()]
+            found = covariances, (torch.stack(logs).sum() - count * log(2 * pi)) / 2
+            self._density.put("all", found, 0)
         return found
 
     def precision_matrix(self) -> Tensor:
@@ -845,6 +873,7 @@ class Posterior:
         """A replica of the model at the posterior's mean."""
         if self.model is None:
             raise PosthocUQError("This posterior has no model: load it for one, uq.load(path, model).")
+        self._check_weights()
         return replicate(self.model, self.trained_mean)
 
     def jacobians(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -857,6 +886,7 @@ class Posterior:
             **kwargs: of the model.
 
         Raises:
+            PosteriorMismatchError: the model's weights changed since the fit.
             PosthocUQError: the posterior has no model.
         """
         from posthoc_uq.layers.jacobian import jacobians
@@ -878,6 +908,7 @@ class Posterior:
             targets: likewise.
 
         Raises:
+            PosteriorMismatchError: the model's weights changed since the fit.
             PosthocUQError: the posterior has no model, or the targets do not fit its outputs.
         """
         from posthoc_uq.layers.sample_gradients import sample_gradients
