@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import isfinite, isnan, nan
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import torch
 from annotated_types import Ge, Lt
@@ -632,6 +632,60 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
     for name, tracked in capture.tracked.items():
         columns.append(rows[name] if name in rows else reference.new_zeros(samples, tracked.layer.parameters))
     return torch.cat(columns, dim=1)
+
+
+class TargetMoments(NamedTuple):
+    """Of each target, or channel, ``(targets,)``, float64 on the CPU: the sum of the weights of those that are there,
+    their mean, and the weighted sum of squared distances from it.
+    """
+
+    weight: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    def joined(self, other: TargetMoments) -> TargetMoments:
+        """Those of both data."""
+        weight, step = self.weight + other.weight, other.mean - self.mean
+        share = other.weight / weight.clamp(min=1e-300)
+        squares = self.squares + other.squares + step.square() * self.weight * share
+        return TargetMoments(weight, self.mean + step * share, squares)
+
+
+def target_moments(
+    likelihood: Likelihood, loader: Iterable[Any], reader: BatchReader, progress: bool
+) -> TargetMoments | None:
+    """The moments of the targets of a loader, which the model does not see; None without targets.
+
+    Raises:
+        PosthocUQError: batches have other numbers of targets, or targets are not finite.
+    """
+    found: TargetMoments | None = None
+    with torch.no_grad(), Bar(loader, "targets", progress) as bar:
+        for index, (batch, samples) in enumerate(own_batches(loader, reader)):
+            if batch.targets is None:
+                return None
+            layout, targets = likelihood.positions_of(batch.targets), as_double(batch.targets).cpu()
+            values = targets.reshape(samples, -1) if layout is None else layout.rows(targets)
+            there = ~values.isnan() if likelihood.missing == "ignore" else torch.ones_like(values).bool()
+            if not bool(torch.isfinite(values[there]).all()):
+                raise PosthocUQError(f"Batch {index}: some targets are not finite.")
+            weights = there.double()
+            if batch.weights is not None:
+                own = batch.weights.reshape(samples, -1)
+                weights = weights * own.expand(samples, max(own.shape[1], len(values) // samples)).reshape(
+                    -1, 1
+                )
+            weight = weights.sum(0)
+            values = values.masked_fill(~there, 0.0)
+            mean = (weights * values).sum(0) / weight.clamp(min=1e-300)
+            own = TargetMoments(weight, mean, (weights * (values - mean).square()).sum(0))
+            if found is not None and len(found.mean) != len(mean):
+                raise PosthocUQError(
+                    f"Batch {index} has {len(mean)} targets a sample, and those before {len(found.mean)}."
+                )
+            found = own if found is None else found.joined(own)
+            bar.advance(samples)
+    return found
 
 
 def squared_residuals(

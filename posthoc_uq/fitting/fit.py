@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -62,7 +62,13 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.curvature.sweep import ConfidenceGap, no_weight_error, squared_residuals
+from posthoc_uq.curvature.sweep import (
+    ConfidenceGap,
+    TargetMoments,
+    no_weight_error,
+    squared_residuals,
+    target_moments,
+)
 from posthoc_uq.files import (
     buffers_fingerprint,
     check_numbers,
@@ -347,7 +353,7 @@ def _plan(
     )
     head = one_of("head", head or chosen.head, HEADS)
     check_loader(loader)
-    check_reusable(loader, chosen.passes() + finds_noise)
+    check_reusable(loader, chosen.passes() + finds_noise + bool(resolved.scale_from_data))
     if val_loader is not None:
         check_loader(val_loader, "val_loader")
         if is_divided(val_loader):
@@ -608,6 +614,8 @@ def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None, flo
         if task.likelihood.logits and not method.trains and plan.val_loader is None:
             gap = ConfidenceGap(task.likelihood)
             task.observers.append(gap)
+    if task.likelihood.scale_from_data:
+        _set_target_scale(task)
     noise_origin = _set_observation_noise(task) if plan.finds_noise else "given"
     if method.trains:
         posterior = method.fit(task)
@@ -638,6 +646,42 @@ def _open_checkpoint(plan: FitPlan, task: Task) -> None:
     data = identified(data_identity(task.loader, plan.reader, plan.seed, task.batch))
     with on_all_ranks("opening the checkpoint"):
         task.checkpoint = Checkpoint(file, plan.method.checkpoint_every, identity | data)
+
+
+def _set_target_scale(task: Task) -> None:
+    """Set the mean and the standard deviation of the training targets by a pass over the loader, without the model.
+
+    Raises:
+        PosthocUQError: there are no targets, or all of one output are the same.
+    """
+    likelihood = cast(Gaussian, task.likelihood)
+    found, _ = task.part("targets", lambda: _scale_of_targets(task))
+    what = "its mean and deviation of the targets are of another kind"
+    with nullcontext() if task.checkpoint is None else task.checkpoint.reading(what):
+        mean, std = (as_double(found["targets"][name]).cpu() for name in ("mean", "std"))
+        if mean.ndim != 1 or mean.shape != std.shape:
+            raise ValueError(f"of the shapes {tuple(mean.shape)} and {tuple(std.shape)}")
+    if bool((std < 1 / LARGEST).any()):
+        output = int((std < 1 / LARGEST).nonzero()[0])
+        raise PosthocUQError(
+            f"All training targets of output {output} are the same, so that std='data' is 0; give std=... yourself."
+        )
+    task.likelihood = likelihood.with_scale(mean, std)
+
+
+def _scale_of_targets(task: Task) -> tuple[Tensors, State]:
+    """The mean and the standard deviation of the targets of all processes, as the state of a part of the fit."""
+    plan = task.plan
+    with on_all_ranks("the pass for the targets"), isolated_random_state(plan.seed):
+        own = target_moments(task.likelihood, task.loader, plan.reader, plan.progress)
+    parts: list[TargetMoments | None] = gather(own, "looking for targets")
+    moments = None if None in parts else reduce(TargetMoments.joined, cast("list[TargetMoments]", parts))
+    if moments is None or not bool((moments.weight > 0).all()):
+        raise PosthocUQError(
+            "mean='data' and std='data' need training targets of every output, and some have none; give numbers."
+        )
+    std = (moments.squares / moments.weight).sqrt()
+    return {"targets": {"mean": moments.mean, "std": std}}, {}
 
 
 def _set_observation_noise(task: Task) -> str:

@@ -29,6 +29,7 @@ from posthoc_uq.curvature.kept_inputs import joined
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import backward_dominates, model_of
 from posthoc_uq.layers.proof import prepare
+from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.history import LeaveOneOut, LeftOutRecord
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -403,6 +404,8 @@ def set_by_leave_one_out(
         for place, column in enumerate(columns_alike):
             error[column] = growth.of_all(lambda found, _, n=place: float(found.squared_error[n]))
     assert likelihood.noise_variance is not None
+    if isinstance(likelihood, Gaussian):  # in the targets' units
+        error, residuals = likelihood.times_std(error, 2), likelihood.times_std(residuals, 2)
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
     return _with(posterior, LeaveOneOut(noise_variance=error, noise_scale=scale, **facts))
 

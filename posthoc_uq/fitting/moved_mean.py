@@ -23,6 +23,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.curvature.features import feature_rows, watched_for
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.likelihoods.weights import weights_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.posterior import Posterior
@@ -89,13 +90,15 @@ class MeanGradient:
         rows = as_double(feature_rows(recording.watched, self._layer, len(keys)))
         targets = likelihood.regression_targets(outputs, batch.targets)
         weights = weights_of(likelihood, outputs, batch)
-        assert targets is not None and likelihood.noise_variance is not None
+        assert isinstance(likelihood, Gaussian) and targets is not None
         residuals = as_double(targets) - rows @ self._matrix.T.to(rows)
         if likelihood.missing == "ignore":
             if self._posterior.method != "full" and bool(targets.isnan().any()):
                 raise _not_exact(f"is by method={self._posterior.method!r} with missing targets")
             residuals = likelihood.where_there(residuals, targets)
-        residuals = residuals / likelihood.noise_variance.to(rows)
+        residuals = likelihood.times_std(
+            residuals / likelihood.noise_variance.to(rows), 2
+        )  # in outputs' units
         if weights is not None:
             residuals = residuals * weights.samples.to(rows).unsqueeze(1)
         self.total += host_double(residuals.T @ rows)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log, pi
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -18,7 +18,7 @@ from torch.distributions import Normal, kl_divergence
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Magnitude
+from posthoc_uq.core.options import LARGEST, Magnitude, check_option, shown
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
@@ -28,6 +28,7 @@ from posthoc_uq.likelihoods.positions import AtPositions, ChannelFields, Channel
 from posthoc_uq.likelihoods.prediction import (
     Missing,
     Prediction,
+    Support,
     ValueTensors,
     by_input,
     check_probability,
@@ -39,12 +40,105 @@ _OF_SAMPLES = (
 )
 
 
+Scaler = Tensor | float | Sequence[float] | Literal["data"] | None
+
+
+class NormalFields(ChannelFields):
+    """The mean and the standard deviation of targets in training, and which values they can have."""
+
+    mean: Annotated[list[float], Field(min_length=1)] | None = None
+    std: Annotated[list[Magnitude], Field(min_length=1)] | None = None
+    support: Support = "real"
+
+
 class _Normals(Channelled, ABC):
-    """Targets that are normal given the outputs."""
+    """Targets that are normal given the outputs.
+
+    Attributes:
+        target_mean: ``(targets,)`` or ``(1,)`` float64: a mean of outputs is ``target_std * output + target_mean``, in
+            the targets' own units; None for ``output``.
+        target_std: likewise; None where `target_mean` is.
+        support: ``"positive"`` for targets that are never below 0.
+    """
 
     fields: ClassVar[type[Record]] = ChannelFields
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
     links: ClassVar[tuple[str, ...]] = LINKS  # one closed form for all
+    target_mean: Tensor | None = None
+    target_std: Tensor | None = None
+    support: Support = "real"
+
+    def __init__(
+        self,
+        *,
+        mean: Scaler = None,
+        std: Scaler = None,
+        support: Support = "real",
+        channel_dim: int = 1,
+        missing: Missing = "error",
+    ) -> None:
+        self._set_channel_dim(channel_dim)
+        self._take_missing(missing)
+        if check_option("support", support, Support) != self.support:
+            self.support = support
+        asked = {"mean": mean, "std": std}
+        if wanted := tuple(
+            name for name, value in asked.items() if isinstance(value, str) and value == "data"
+        ):
+            self.scale_from_data = wanted
+        if mean is not None or std is not None:
+            self.target_mean = _numbers("mean", mean, 0.0)
+            self.target_std = _numbers("std", std, 1.0)
+
+    def attributes(self) -> dict[str, Any]:
+        """See `Likelihood`; what is the default is left out."""
+        values, own = super().attributes(), {}
+        for name in ("target_mean", "target_std"):
+            if (numbers := values.pop(name, None)) is not None:
+                own[name.removeprefix("target_")] = numbers
+        values.pop("scale_from_data", None)
+        return values | own
+
+    def with_scale(self: AnyNormals, mean: Tensor, std: Tensor) -> AnyNormals:
+        """A copy with those of the mean and the standard deviation ``(targets,)`` that were to be found."""
+        likelihood = copy.copy(self)
+        for name, found in (("mean", mean), ("std", std)):
+            if name in self.scale_from_data:
+                setattr(likelihood, f"target_{name}", found)
+        likelihood.scale_from_data = ()
+        return likelihood
+
+    def check_scale(self, targets: int) -> None:
+        """Refuse another number of means or deviations than that of the targets.
+
+        Raises:
+            PosthocUQError: there is.
+        """
+        for name, values in (("mean", self.target_mean), ("std", self.target_std)):
+            if values is not None and values.numel() not in (1, targets):
+                raise PosthocUQError(
+                    f"{name} has {values.numel()} entries, but there are {targets} targets; it is one number, or one a "
+                    f"target."
+                )
+
+    def along(self, values: Tensor, outputs: Tensor) -> Tensor:
+        """Numbers of targets, or of channels, shaped to broadcast against means ``(samples, ...)``."""
+        values = values.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
+        if values.numel() == 1:
+            return values.reshape(())
+        after = outputs.ndim - 2 if outputs.ndim > 2 and self.channel_dim == 1 else 0
+        return values.reshape(-1, *[1] * after)
+
+    def in_units(self, means: Tensor) -> Tensor:
+        """Means of outputs in the targets' units."""
+        means = at_least_float32(means)
+        if self.target_mean is None or self.target_std is None:
+            return means
+        return means * self.along(self.target_std, means) + self.along(self.target_mean, means)
+
+    def times_std(self, values: Tensor, power: int = 1) -> Tensor:
+        """Values, shaped like means, times a power of the targets' standard deviation."""
+        return values if self.target_std is None else values * self.along(self.target_std, values) ** power
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal: ...
@@ -60,7 +154,34 @@ class _Normals(Channelled, ABC):
         return normal.loc + normal.scale * torch.special.ndtri(u).reshape(normal.loc.shape).to(normal.loc)
 
 
-class GaussianFields(ChannelFields):
+AnyNormals = TypeVar("AnyNormals", bound=_Normals)
+
+
+def _numbers(name: str, value: Scaler, default: float) -> Tensor:
+    """A mean, or a standard deviation, as ``(targets,)`` or ``(1,)`` float64; the default until it is known.
+
+    Raises:
+        PosthocUQError: it is none.
+    """
+    given = default if value is None or value == "data" else value
+    try:
+        if isinstance(given, (bool, str)):
+            raise TypeError
+        found = host_double(given).detach().flatten()
+    except (TypeError, ValueError, RuntimeError):
+        raise PosthocUQError(
+            f"{name} must be a number, one a target, or 'data' for that of the training data, not {shown(value)}."
+        ) from None
+    low = 1 / LARGEST if name == "std" else -LARGEST
+    if found.numel() == 0 or not bool(((found >= low) & (found <= LARGEST)).all()):
+        raise PosthocUQError(
+            f"{name} must be {'above 0' if name == 'std' else 'finite'}, and not larger than {LARGEST:g}, not "
+            f"{found.tolist()}."
+        )
+    return found
+
+
+class GaussianFields(NormalFields):
     """One noise variance an output, or one for all."""
 
     noise_variance: Annotated[list[Magnitude], Field(min_length=1)]
@@ -74,15 +195,24 @@ class Gaussian(_Normals):
     and targets of the same shape, or ``(samples, *positions, channels)`` with ``channel_dim=-1``. The noise variance is
     then one number a channel.
 
-    Args:
-        noise_variance: see the attribute.
-        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
-
     Attributes:
         noise_variance: ``(outputs,)``, in squared units of the targets, or one number for all. By default `fit` finds
             it, as for ``likelihood="regression"``; until then it is 1.
-        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
         finds_noise: whether `fit` is to find the noise variance.
+
+    Args:
+        noise_variance: see the attribute.
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
+        mean: of the targets, where the network was trained on standardised ones, ``(y - mean) / std``: a number, or one
+            an output. Loaders give targets in their own units, and predictions have these. ``"data"``: that of the
+            training data, which `fit` finds.
+        std: their standard deviation, likewise; ``"data"`` is NumPy's and sklearn's, without Bessel's correction.
+        support: ``"positive"`` where targets are never below 0: bounds of intervals, quantiles and draws are not
+            either.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
+
+    Raises:
+        PosthocUQError: a number is out of range.
     """
 
     name = "regression"
@@ -95,11 +225,13 @@ class Gaussian(_Normals):
         self,
         noise_variance: Tensor | float | None = None,
         *,
+        mean: Scaler = None,
+        std: Scaler = None,
+        support: Support = "real",
         channel_dim: int = 1,
         missing: Missing = "error",
     ) -> None:
-        self._set_channel_dim(channel_dim)
-        self._take_missing(missing)
+        super().__init__(mean=mean, std=std, support=support, channel_dim=channel_dim, missing=missing)
         self._given = noise_variance is not None
         noise_variance = 1.0 if noise_variance is None else noise_variance
         try:
@@ -150,12 +282,8 @@ class Gaussian(_Normals):
         return None if there is None else as_double(there.reshape(len(outputs), -1))
 
     def noise(self, outputs: Tensor) -> Tensor:
-        """The noise variance, shaped to broadcast against outputs ``(samples, ...)``."""
-        noise = self.noise_variance.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
-        if noise.numel() == 1:
-            return noise.reshape(())
-        after = outputs.ndim - 2 if outputs.ndim > 2 and self.channel_dim == 1 else 0
-        return noise.reshape(-1, *[1] * after)
+        """The noise variance, shaped to broadcast against outputs ``(..., outputs)``."""
+        return self.along(self.noise_variance, outputs)
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         self.check_positions(outputs, targets)
@@ -171,31 +299,36 @@ class Gaussian(_Normals):
                 f"The model has {outputs.shape[1]} outputs, and there is one target a sample; if they are quantiles of "
                 f"it, pass likelihood=uq.Quantiles([...]), and if one of them is its mean, name it by output=."
             )
+        self.check_scale(size)
         yield from super().faults(outputs, targets)
 
     def distribution(self, outputs: Tensor) -> Normal:
-        outputs = at_least_float32(outputs)
-        return Normal(outputs, self.noise(outputs).sqrt().expand(outputs.shape), validate_args=False)
+        means = self.in_units(outputs)
+        return Normal(means, self.noise(means).sqrt().expand(means.shape), validate_args=False)
 
     def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """In the units of the outputs."""
         if outputs.ndim > 2:
             return None
-        return self.reshape_targets(outputs, targets).reshape(len(outputs), -1)
+        values = self.reshape_targets(outputs, targets)
+        if self.target_mean is not None:
+            values = self.times_std(values - self.along(self.target_mean, values), -1)
+        return values.reshape(len(outputs), -1)
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``outputs - targets``, shaped like the outputs; 0 where a target is missing."""
+        """Predicted means less targets, shaped like the outputs; 0 where a target is missing."""
         targets = self.reshape_targets(outputs, targets)
-        return self.where_there(at_least_float32(outputs) - targets, targets)
+        return self.where_there(self.in_units(outputs) - targets, targets)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.residuals(outputs, targets) / self.noise(outputs)
+        return self.times_std(self.residuals(outputs, targets) / self.noise(outputs))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        return self.noise(outputs).rsqrt().expand(outputs.shape)
+        return self.times_std(self.noise(outputs).rsqrt().expand(outputs.shape))
 
     def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """In closed form, with the prediction's noise variance; the mean over outputs."""
-        network = Normal(at_least_float32(outputs), prediction.noise_variance.sqrt(), validate_args=False)
+        network = Normal(self.in_units(outputs), prediction.noise_variance.sqrt(), validate_args=False)
         return kl_divergence(network, prediction.normal).reshape(outputs.shape[0], -1).mean(1)
 
     def expected_log_prob(
@@ -203,25 +336,32 @@ class Gaussian(_Normals):
     ) -> Tensor:
         """In closed form: ``log p(y | mean) - variance / (2 noise)``, summed over outputs."""
         values = self.reshape_targets(mean, targets)
-        penalty = self.where_there(0.5 * at_least_float32(variance) / self.noise(mean), values)
+        spread = self.times_std(at_least_float32(variance), 2)
+        penalty = self.where_there(0.5 * spread / self.noise(mean), values)
         return self.log_prob(mean, values) - penalty.reshape(mean.shape[0], -1).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: the log density of ``N(mean, variance + noise)``, summed over outputs."""
-        total = (at_least_float32(variance) + self.noise(mean)).sqrt()
+        total = (self.times_std(at_least_float32(variance), 2) + self.noise(mean)).sqrt()
         values = self.reshape_targets(mean, targets)
-        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(self.in_support(values))
+        logs = Normal(self.in_units(mean), total, validate_args=False).log_prob(self.in_support(values))
         return self.where_there(logs, values).reshape(mean.shape[0], -1).sum(1)
 
     def rows_from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
-        mean, variance = moments_of(map(at_least_float32, blocks))
-        return RegressionPrediction(mean, variance, self.noise(mean), missing=self.missing)
+        return self._prediction(*moments_of(map(at_least_float32, blocks)))
 
     def rows_from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
+        return self._prediction(outputs.mean, outputs.variance)
+
+    def _prediction(self, mean: Tensor, variance: Tensor) -> RegressionPrediction:
         return RegressionPrediction(
-            outputs.mean, outputs.variance, self.noise(outputs.mean), missing=self.missing
+            self.in_units(mean),
+            self.times_std(variance, 2),
+            self.noise(mean),
+            missing=self.missing,
+            support=self.support,
         )
 
 
@@ -234,16 +374,18 @@ class Heteroscedastic(_Normals):
     Fisher is exact in closed form: ``1 / noise variance`` for a mean and ``1 / 2`` for a log variance, nothing between
     them.
 
-    Attributes:
+    Args:
+        mean: as of `Gaussian`. A log variance is that of the standardised targets.
+        std: likewise.
+        support: likewise.
         missing: ``"ignore"`` leaves out targets that are NaN, with their mean and their log variance.
+
+    Raises:
+        PosthocUQError: a number is out of range.
     """
 
     name = "heteroscedastic"
     _log_factor = 0.0  # of `at_noise_scale`
-
-    def __init__(self, *, channel_dim: int = 1, missing: Missing = "error") -> None:
-        self._set_channel_dim(channel_dim)
-        self._take_missing(missing)
 
     def at_noise_scale(self, factor: float) -> Heteroscedastic:
         """With `factor` times every predicted noise variance."""
@@ -261,6 +403,7 @@ class Heteroscedastic(_Normals):
                 f"the logarithms of all noise variances, and the model gives {tuple(outputs.shape)}."
             )
         self.check_positions(outputs, targets)
+        self.check_scale(size // 2)
         if targets is None:
             return
         if 2 * targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
@@ -284,9 +427,18 @@ class Heteroscedastic(_Normals):
         return means, log_variances
 
     def _means_and_logs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and logarithms of the noise variances at this noise scale, shaped like the targets each."""
+        """Means and logarithms of the noise variances at this noise scale, in the targets' units, shaped like
+        the targets each.
+        """
         means, log_variances = self._halves(outputs)
-        return means, log_variances + self._log_factor
+        if self.target_std is not None:
+            log_variances = log_variances + 2 * self.along(self.target_std.log(), means)
+        return self.in_units(means), log_variances + self._log_factor
+
+    def _spreads(self, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Variances of the means, in the targets' squared units, and of the log variances."""
+        spread, log_spread = self._halves(variance)
+        return self.times_std(spread, 2), log_spread
 
     def reshape_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The targets in the shape of the means and in their precision."""
@@ -305,13 +457,15 @@ class Heteroscedastic(_Normals):
         means, logs = self._means_and_logs(outputs)
         targets, precision = self.reshape_targets(outputs, targets), (-logs).exp()
         residuals = means - targets
-        by_means, by_logs = residuals * precision, 0.5 * (1 - residuals.square() * precision)
+        by_means = self.times_std(residuals * precision)
+        by_logs = 0.5 * (1 - residuals.square() * precision)
         parts = [self.where_there(each, targets) for each in (by_means, by_logs)]
         return torch.cat(parts, dim=self.channel_axis(outputs))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         _, logs = self._means_and_logs(outputs)
-        return torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=self.channel_axis(outputs))
+        parts = [self.times_std((-logs / 2).exp()), torch.full_like(logs, 0.5**0.5)]
+        return torch.cat(parts, dim=self.channel_axis(outputs))
 
     def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """Of the Gaussian with the prediction's mean and variance, in closed form; the mean over targets."""
@@ -321,7 +475,7 @@ class Heteroscedastic(_Normals):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-s)] = exp(-m_s + v_s / 2)`` for the log variance s."""
-        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._spreads(variance)
         targets = self.reshape_targets(mean, targets)
         squares = (self.in_support(targets) - means).square() + spread
         terms = -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi))
@@ -331,7 +485,7 @@ class Heteroscedastic(_Normals):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form over the means, by Gauss-Hermite quadrature over the log variances."""
-        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._spreads(variance)
         targets = self.reshape_targets(mean, targets)
         squares = (self.in_support(targets) - means).square()
 
@@ -363,8 +517,10 @@ class Heteroscedastic(_Normals):
         return self._prediction(outputs.mean, outputs.variance, (logs + log_spread / 2).exp())
 
     def _prediction(self, mean: Tensor, variance: Tensor, noise: Tensor) -> HeteroscedasticPrediction:
-        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        return HeteroscedasticPrediction(means, spread, noise, logs, log_spread, missing=self.missing)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._spreads(variance)
+        return HeteroscedasticPrediction(
+            means, spread, noise, logs, log_spread, missing=self.missing, support=self.support
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -377,6 +533,8 @@ class RegressionPrediction(Prediction):
         noise_variance: same shape once stored; a number, a tensor of shape (outputs,) or anything else that
             broadcasts to `mean` is accepted. Variance of the observation noise.
         novelty_ratio: (batch,), see `Prediction`.
+        support: ``"positive"`` where an observation is never below 0: it then is the Gaussian's, or 0 in place of
+            anything below.
 
     Raises:
         PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
@@ -390,6 +548,7 @@ class RegressionPrediction(Prediction):
     mean: Annotated[Tensor, "batch *outputs"]
     epistemic_variance: Annotated[Tensor, "batch *outputs"]
     noise_variance: Annotated[Tensor, "batch *outputs"]
+    support: Support = field(default="real", kw_only=True)
 
     if TYPE_CHECKING:  # the noise variance may be a number, and is a tensor then
 
@@ -403,6 +562,7 @@ class RegressionPrediction(Prediction):
             promises: ConformalScores | str | None = None,
             sample_keys: Tensor | None = None,
             missing: Missing = "error",
+            support: Support = "real",
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -423,7 +583,7 @@ class RegressionPrediction(Prediction):
 
     @property
     def outputs_mean(self) -> Tensor:
-        """The mean."""
+        """The mean, in the units of the targets."""
         return self.mean
 
     @property
@@ -451,7 +611,9 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: `q` is not strictly between 0 and 1.
         """
-        return self.mean + NormalDist().inv_cdf(check_probability("q", q)) * self.standard_deviation
+        return self._within(
+            self.mean + NormalDist().inv_cdf(check_probability("q", q)) * self.standard_deviation
+        )
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Bounds, shaped like `mean`, between which an observation falls with probability `level`.
@@ -472,13 +634,17 @@ class RegressionPrediction(Prediction):
     def within(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of the values whose scores (`target_scores`) are at most these, one an output."""
         width = self.standard_deviation * scores.to(self.mean)
-        return self.mean - width, self.mean + width
+        return self._within(self.mean - width), self._within(self.mean + width)
 
     def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         """The bounds that the posterior gives by itself."""
         # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
         below = NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
-        return self.mean + below, self.mean - below
+        return self._within(self.mean + below), self._within(self.mean - below)
+
+    def _within(self, values: Tensor) -> Tensor:
+        """The values, none of them below 0 where an observation never is."""
+        return values if self.support == "real" else values.clamp(min=0)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """`n` observations of every output, (n, *shape of `mean`), from the Gaussian with the total variance.
@@ -501,7 +667,7 @@ class RegressionPrediction(Prediction):
         normals = torch.randn(
             n, *self.mean.shape, generator=generator, device=generator.device, dtype=self.mean.dtype
         )
-        return self.mean + self.standard_deviation * normals.to(self.mean.device)
+        return self._within(self.mean + self.standard_deviation * normals.to(self.mean.device))
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log density of the Gaussian with the total variance, summed over outputs.
@@ -574,7 +740,7 @@ class RegressionPrediction(Prediction):
     def _flat(self, there: Tensor) -> RegressionPrediction:
         """The predictions of single targets, those that are `there`, shaped like `mean`, as inputs of one output."""
         parts = self.mean, self.epistemic_variance, self.noise_variance
-        return RegressionPrediction(*(part[there] for part in parts))
+        return RegressionPrediction(*(part[there] for part in parts), support=self.support)
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the squared error, mean over outputs."""

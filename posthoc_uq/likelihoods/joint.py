@@ -554,6 +554,10 @@ def _resolved(name: str, likelihood: Any) -> Likelihood:
         raise PosthocUQError(f"Head {name!r}: {error}") from None
     if isinstance(found, Joint):
         raise PosthocUQError(f"Head {name!r} is a uq.Joint; name its heads beside the others.")
+    if found.scale_from_data:
+        raise PosthocUQError(
+            f"Head {name!r}: mean='data' and std='data' are for the only likelihood of a model; give numbers."
+        )
     return found
 
 

@@ -76,12 +76,14 @@ class Likelihood:
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
         has_noise: whether there is a noise, or dispersion, that `at_noise_scale` scales.
+        scale_from_data: which of the ``"mean"`` and the ``"std"`` of the training targets a fit is to find.
         missing: ``"ignore"`` where NaN stands for a target that is not there. Of several targets a sample the others
             count; a sample without any is left out as it is read.
         head_likelihoods: of several heads (`posthoc_uq.likelihoods.joint`), by name; else empty.
     """
 
     name: str = ""
+    scale_from_data: tuple[str, ...] = ()
     missing: Missing = "error"
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False

@@ -109,6 +109,7 @@ class GaussianMixturePrediction(RegressionPrediction):
             "means": torch.stack(means, 1),
             "deviations": torch.stack([prediction.standard_deviation for prediction in predictions], 1),
             "functional": mean_of([prediction.outputs_mean for prediction in predictions]),
+            "support": predictions[0].support,
         }
         return cls(**values)
 
@@ -149,7 +150,7 @@ class GaussianMixturePrediction(RegressionPrediction):
             middle = (low + high) / 2
             below = torch.special.ndtr((middle.unsqueeze(1) - means) / deviations).mean(1) < tail
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return (sign * (low + high) / 2).to(self.mean)
+        return self._within((sign * (low + high) / 2).to(self.mean))
 
     def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         """Quantiles of the mixture, with as much probability below as above."""
@@ -177,7 +178,7 @@ class GaussianMixturePrediction(RegressionPrediction):
         drawn = torch.randint(networks, (n, batch), generator=generator, device=place).to(self.mean.device)
         normals = torch.randn(shape, generator=generator, device=place, dtype=self.mean.dtype)
         rows = torch.arange(batch, device=self.mean.device)
-        return self.means[rows, drawn] + self.deviations[rows, drawn] * normals.to(self.mean)
+        return self._within(self.means[rows, drawn] + self.deviations[rows, drawn] * normals.to(self.mean))
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log density of the mixture; given a network outputs are independent.
@@ -229,7 +230,7 @@ class GaussianMixturePrediction(RegressionPrediction):
         known = {name: getattr(flat, name) for name in ("mean", "epistemic_variance", "noise_variance")}
         of_networks = (each.movedim(1, -1)[there] for each in (self.means, self.deviations))
         values: dict[str, Any] = dict(zip(("means", "deviations"), of_networks, strict=True))
-        return GaussianMixturePrediction(**known, **values, functional=flat.mean)
+        return GaussianMixturePrediction(**known, **values, functional=flat.mean, support=self.support)
 
 
 def _mean_distance(mean: Tensor, variance: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from posthoc_uq.likelihoods.selective import SCORES
 
 Missing = Literal["error", "ignore"]
 """What a NaN among the targets is: an error, or a target that is not there, which every sum leaves out."""
+Support = Literal["real", "positive"]
+"""Which values targets can have: any, or none below 0."""
 _MAX_WIDTHS = 200  # of intervals that take long
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")

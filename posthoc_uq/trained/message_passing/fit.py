@@ -24,7 +24,7 @@ from posthoc_uq.curvature.sweep import check_targets, require_outputs
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection
-from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.likelihoods.labels import are_whole
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
@@ -326,6 +326,12 @@ class MessagePassing(Method):
             raise PosthocUQError(
                 f"method='message_passing' knows what the targets of 'classification', 'binary' and 'regression' say "
                 f"of the outputs, not those of likelihood={likelihood.name!r}; take a Laplace method for it."
+            )
+        if isinstance(likelihood, Gaussian) and likelihood.target_std is not None:
+            raise PosthocUQError(
+                "method='message_passing' learns from targets in the units of the network's outputs, which mean= and "
+                "std= of uq.Gaussian are not; pass standardised targets, batch_to_targets=lambda batch: (batch[1] - "
+                "mean) / std, or take a Laplace method."
             )
         source: FeatureSource | None = None
         stages: Stages = ()
