@@ -569,6 +569,7 @@ _FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole
 _SOME_INPUTS = 16  # of a large network that may be enough ...
 _MAX_ERROR = 0.25  # ... where the standard error of their mean divergence is at most this share of the budget
 _CHECKED, _CHECKED_OF_LARGE = 16, 4  # inputs on which approximate divergences are compared with exact ones
+_SAME_RATIO = 0.1  # decades within which the ratio of both is taken to be the same
 _USUAL_EVALUATIONS, _USUAL_AFTER_OTHERS = 4, 2  # that a search takes mostly, for what a bar shows
 _MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
 
@@ -722,14 +723,20 @@ class FaithfulSearch:
         if some is self._all:
             return exact
 
+        ratios = dict[float, float]()
+
         def corrected(decade: float) -> float:
             if decade not in self.tried:
-                divergence = exact(decade)
                 of_all = self._try(decade, approximate, {})
-                of_some = float(approximate.by_row[: some.samples].mean())
-                if isfinite(divergence) and of_some > _ROUNDING_NATS:
-                    divergence *= of_all.objective / of_some
-                self.tried[decade] = Trial(of_all.settings, divergence)
+                near = min(ratios, key=lambda other: abs(other - decade), default=inf)
+                if abs(near - decade) > _SAME_RATIO:
+                    near, divergence = decade, exact(decade)
+                    of_some = float(approximate.by_row[: some.samples].mean())
+                    if not isfinite(divergence) or of_some <= _ROUNDING_NATS:
+                        self.tried[decade] = Trial(of_all.settings, divergence)
+                        return divergence
+                    ratios[decade] = divergence / of_some
+                self.tried[decade] = Trial(of_all.settings, of_all.objective * ratios[near])
             return self.tried[decade].objective
 
         return corrected
