@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import nystrom
-from posthoc_uq.curvature import GradientFactors, GradientGram, InputGram, RangeSketch, SquaredGradients
+from posthoc_uq.curvature import (
+    Accumulator,
+    GradientFactors,
+    GradientGram,
+    InputGram,
+    RangeSketch,
+    RotatedColumns,
+    SketchedGradientFactors,
+    SketchedGradientGram,
+    SquaredGradients,
+)
 from posthoc_uq.curvature.statistics import add_factors
 from posthoc_uq.layers import OneHotRows, Operand, Rows
 from posthoc_uq.layers.operands import ConcatenatedRows
@@ -180,16 +190,21 @@ def _random(samples: int, groups: int, positions: int) -> tuple[Tensor, Tensor]:
     return a, torch.randn(samples, groups, positions, 3, generator=generator, dtype=torch.float64)
 
 
-def _accumulators() -> Iterator[InputGram | GradientGram | GradientFactors | RangeSketch | SquaredGradients]:
-    kind = (torch.float64, torch.device("cpu"), 2**20)
-    omega = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    yield InputGram(2, 4, *kind)
-    yield GradientGram(2, 3, *kind)
-    yield GradientFactors((2, 3, 4), *kind)
-    yield RangeSketch("inputs", omega, 2**20)
-    yield SquaredGradients((2, 3, 4), *kind)
-    bases = omega, torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    yield SquaredGradients((2, 3, 4), *kind, bases=bases)
+def _accumulators(groups: int = 2, budget: int = 2**20) -> Iterator[Accumulator]:
+    kind = (torch.float64, torch.device("cpu"), budget)
+    omega, of_outputs = (
+        torch.randn(groups, size, 2, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+        for size in (4, 3)
+    )
+    yield InputGram(groups, 4, *kind)
+    yield GradientGram(groups, 3, *kind)
+    yield GradientFactors((groups, 3, 4), *kind)
+    yield RangeSketch("inputs", omega, budget)
+    yield SketchedGradientFactors(4, of_outputs, budget)
+    yield SketchedGradientGram(of_outputs, budget)
+    yield RotatedColumns(torch.eye(4, dtype=torch.float64).expand(groups, -1, -1).flip(1), budget)
+    yield SquaredGradients((groups, 3, 4), *kind)
+    yield SquaredGradients((groups, 3, 4), *kind, bases=(omega, of_outputs))
 
 
 def test_sums_over_two_parts_merge_into_the_whole() -> None:
@@ -209,9 +224,30 @@ def test_later_passes_over_a_batch_count_its_activations_once() -> None:
         accumulator.add(Rows(a), g, True)
         once = {name: value.clone() for name, value in accumulator.state_dict().items()}
         accumulator.add(Rows(a), g, False)
-        of_inputs = isinstance(accumulator, (InputGram, RangeSketch))
+        of_inputs = type(accumulator) in (InputGram, RangeSketch)
         for name, value in accumulator.state_dict().items():
             torch.testing.assert_close(value, once[name] * (1 if of_inputs or name == "positions" else 2))
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_labels_side_by_side_count_as_one_by_one(groups: int, positions: int) -> None:
+    """By each route to the sums, also where memory is short, and in either order of memory."""
+    generator = torch.Generator().manual_seed(positions)
+    kind = {"generator": generator, "dtype": torch.float64}
+    a = torch.randn(5, groups, positions, 4, **kind)
+    labels = [torch.randn(5, groups, positions, 3, **kind) for _ in range(4)]
+    together = torch.cat(labels, 3)
+    other_order = together.transpose(2, 3).contiguous().transpose(2, 3)
+    for budget in (1, 2**20):
+        for of_one, of_all, again in zip(*(_accumulators(groups, budget) for _ in range(3)), strict=True):
+            for number, gradients in enumerate(labels):
+                of_one.add(Rows(a), gradients, number == 0)
+            of_all.add(Rows(a), together, True)
+            again.add(Rows(a), other_order, True)
+            for name, value in of_one.state_dict().items():
+                torch.testing.assert_close(of_all.state_dict()[name], value, **TIGHT)
+                torch.testing.assert_close(again.state_dict()[name], value, **TIGHT)
 
 
 @pytest.mark.parametrize(

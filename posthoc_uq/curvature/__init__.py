@@ -4,7 +4,8 @@ from posthoc_uq.core.registry import names_of
 
 OFFERED = {
     # what a sweep sums
-    "statistics": "GradientFactors GradientGram InputGram RangeSketch SquaredGradients",
+    "statistics": "Accumulator GradientFactors GradientGram InputGram RangeSketch RotatedColumns "
+    "SketchedGradientFactors SketchedGradientGram SquaredGradients",
     # one pass over the data, and how its batches are told from others
     "sweep": "DataHash batch_hash",
     "labels": "own_samples_of resolve_fisher samples_in_all",

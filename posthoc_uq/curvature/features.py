@@ -211,7 +211,7 @@ def feature_rows(
         )
     with without_autocast(calls[0].input.device.type):
         dtype = torch.promote_types(calls[0].input.dtype, torch.float32)
-        operand = LayerGradients(layer, calls, samples, 0).activations(dtype)[0]
+        operand = LayerGradients(layer, calls, samples, 0).activations(dtype)
         numbers = operand.positions * layer.groups * layer.inputs * 8
         step = max(1, CPU_TEMPORARY // numbers)
         parts = [operand]

@@ -9,6 +9,9 @@ diagonal in a Kronecker-factored basis (George et al. 2018). With ``G_s = sum_t 
 * **rotated rows**: ``U_g^T G_s U_a = sum_t (U_g^T g) (U_a^T a)^T``, and either of the routes above with these rows.
 
 The costs, in multiply-adds and numbers touched, are known beforehand, and the cheapest route is taken.
+
+A batch has gradients for every label that its Fisher takes. Those of several labels come side by side, so that what
+depends on the activations alone is formed once for all of them, and narrow products become wide ones.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from posthoc_uq.likelihoods.weights import SampleWeights
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the cost depends on: a layer's groups, outputs, inputs, positions, and the widths of its bases."""
+    """The sizes that the cost depends on: a layer's groups, outputs, inputs, positions, the widths of its bases, and
+    the labels that come together.
+    """
 
     groups: int
     outputs: int
@@ -46,6 +51,7 @@ class Shape:
     positions: int
     width_g: int = 0
     width_a: int = 0
+    labels: int = 1
 
     @property
     def pairs(self) -> int:
@@ -77,10 +83,12 @@ def plan(shape: Shape, diagonal: bool, rotated: bool, fits: bool = True) -> Plan
         fits: whether one sample's gradient fits into memory at once, as rotating it needs.
     """
     m, n, t, g, a = shape.outputs, shape.inputs, shape.positions, shape.width_g, shape.width_a
-    form = m * n * (t + TOUCH_COST)
-    pairs = shape.pairs * (m * n + TOUCH_COST * (m + n) * (t > 1))
-    rows = t * (n * a + m * g) + min(shape.pairs * g * a, g * a * (t + TOUCH_COST))
+    labels = shape.labels
+    form = labels * m * n * (t + TOUCH_COST)
+    pairs = shape.pairs * (m * n + TOUCH_COST * (labels * m + n) * (t > 1))
+    rows = t * (n * a + labels * m * g) + min(shape.pairs * g * a, labels * g * a * (t + TOUCH_COST))
     rotate = min(g * m * n + g * n * a, m * n * a + g * m * a) + TOUCH_COST * (min(g * n, m * a) + g * a)
+    rotate *= labels
     best: Plan | None = None
     for by_pairs in (True, False) if diagonal else (True,):
         for gradients in (True, False) if rotated and fits else (False,):
@@ -105,7 +113,8 @@ def add_squares(
 
     Args:
         activations: of the batch.
-        gradients: at the outputs, ``(samples, groups, positions, outputs)``.
+        gradients: at the outputs, of one label or of several side by side, ``(samples, groups, positions, labels *
+            outputs)``.
         budget: bytes that one temporary may take.
         diagonal: ``d``, ``(groups, outputs, inputs)``.
         rotated: ``Lambda``, ``(groups, g, a)``.
@@ -113,59 +122,83 @@ def add_squares(
     """
     total = diagonal if diagonal is not None else rotated
     assert total is not None
-    groups, outputs = gradients.shape[1], gradients.shape[3]
+    outputs = total.shape[1] if bases is None else bases[1].shape[1]
+    groups, labels = gradients.shape[1], gradients.shape[3] // outputs
     inputs = total.shape[2] if bases is None else bases[0].shape[1]
     widths = (0, 0) if bases is None else (bases[1].shape[2], bases[0].shape[2])
-    shape = Shape(groups, outputs, inputs, gradients.shape[2], *widths)
     item_size, limit = gradients.element_size(), temporary_limit(budget, gradients.device)
+    if labels > 1 and labels * groups * outputs * inputs * item_size > limit:
+        for part in gradients.split(outputs, 3):  # large gradients gain nothing together
+            add_squares(activations, part, budget, diagonal, rotated, bases)
+        return
+    shape = Shape(groups, outputs, inputs, gradients.shape[2], *widths, labels)
     fits = groups * outputs * inputs * item_size <= budget
     route = plan(shape, diagonal is not None, rotated is not None, fits)
     by_gradients = diagonal is not None and not route.diagonal_by_pairs
     if diagonal is not None and route.diagonal_by_pairs:
-        numbers = groups * (shape.pairs + shape.positions) * (inputs + outputs)
+        numbers = groups * (shape.pairs + shape.positions) * (inputs + labels * outputs)
         for part in chunks(activations.samples, numbers, item_size, limit):
             _add_pairs(diagonal, activations.part(part).rows(), gradients[part])
     if rotated is not None and bases is not None and not route.rotate_gradients:
-        numbers = groups * (shape.positions + min(shape.pairs, TOUCH_COST)) * sum(widths)
+        numbers = groups * (shape.positions + min(shape.pairs, TOUCH_COST)) * (widths[1] + labels * widths[0])
         for part in chunks(activations.samples, numbers, item_size, limit):
-            rows = activations.part(part).project(bases[0]), Rows(gradients[part]).project(bases[1])
+            rows = activations.part(part).project(bases[0]), _project_labels(gradients[part], bases[1])
             _add_rows(rotated, *rows, limit)
     if by_gradients or route.rotate_gradients:
         to_rotate = (rotated, bases) if route.rotate_gradients else (None, None)
         to_square = diagonal if by_gradients else None
-        _add_gradients(activations, gradients, limit, inputs, fits, to_square, *to_rotate)
+        _add_gradients(activations, gradients, limit, (outputs, inputs), fits, to_square, *to_rotate)
+
+
+def _project_labels(gradients: Tensor, basis: Tensor) -> Tensor:
+    """``g^T U`` for the gradients of each label: ``(samples, groups, positions, labels * width)``."""
+    labels = gradients.shape[3] // basis.shape[1]
+    rows = Rows(label_rows(gradients, basis.shape[1])).project(basis)
+    return rows if labels == 1 else rows.unflatten(2, (-1, labels)).flatten(3)
+
+
+def _samples_of_labels(per_sample: Tensor, labels: int) -> Tensor:
+    """Gradients of samples ``(samples, groups, labels * m, n)``, as ``(samples * labels, groups, m, n)``."""
+    if labels == 1:
+        return per_sample
+    return per_sample.unflatten(2, (labels, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _add_rows(total: Tensor, activations: Tensor, gradients: Tensor, limit: int) -> None:
     """Add ``(sum_t g a^T)^2`` of explicit rows."""
     samples, groups, positions, inputs = activations.shape
-    shape = Shape(groups, gradients.shape[3], inputs, positions)
+    labels = gradients.shape[3] // total.shape[1]
+    shape = Shape(groups, total.shape[1], inputs, positions, labels=labels)
     if plan(shape, True, False).diagonal_by_pairs:
         _add_pairs(total, activations, gradients)
         return
-    for part in chunks(samples, total.numel(), total.element_size(), limit):
-        _add_squared(total, matmul(gradients[part].transpose(2, 3), activations[part]))
+    for part in chunks(samples, labels * total.numel(), total.element_size(), limit):
+        of_labels = matmul(gradients[part].transpose(2, 3), activations[part])
+        _add_squared(total, _samples_of_labels(of_labels, labels))
 
 
 def _add_gradients(
     activations: Operand,
     gradients: Tensor,
     limit: int,
-    inputs: int,
+    size: tuple[int, int],
     fits: bool,
     diagonal: Tensor | None,
     rotated: Tensor | None,
     bases: tuple[Tensor, Tensor] | None,
 ) -> None:
-    groups, outputs = gradients.shape[1], gradients.shape[3]
-    item_size = gradients.element_size()
+    (outputs, inputs), groups = size, gradients.shape[1]
+    item_size, labels = gradients.element_size(), gradients.shape[3] // outputs
     # Where one sample's gradient does not fit into the budget, some of its rows at a time do.
     rows = outputs if fits else max(1, limit // (groups * inputs * item_size))
-    for part in chunks(activations.samples, groups * rows * inputs, item_size, limit):
+    for part in chunks(activations.samples, labels * groups * rows * inputs, item_size, limit):
         operand = activations.part(part)
         for start in range(0, outputs, rows):
             block = slice(start, start + rows)
-            per_sample = operand.gradients(gradients[part][..., block], limit)
+            wanted = gradients[part]
+            if rows < outputs:
+                wanted = wanted[..., block]  # of the only label
+            per_sample = _samples_of_labels(operand.gradients(wanted, limit), labels)
             if rotated is not None and bases is not None:
                 _add_squared(rotated, _rotate(per_sample, *bases))
             if diagonal is not None:
@@ -189,8 +222,10 @@ def _add_squared(total: Tensor, per_sample: Tensor) -> None:
 
 
 def _add_pairs(total: Tensor, activations: Tensor, gradients: Tensor) -> None:
-    """``total += sum_s sum_{t <= t'} w (g_t o g_t') (a_t o a_t')^T`` with ``w`` = 1 for ``t = t'`` and 2 otherwise."""
-    positions = activations.shape[2]
+    """``total += sum_s sum_{t <= t'} w (g_t o g_t') (a_t o a_t')^T`` with ``w`` = 1 for ``t = t'`` and 2 otherwise,
+    where the first products are summed over the labels.
+    """
+    positions, labels = activations.shape[2], gradients.shape[3] // total.shape[1]
     if positions == 1:
         pairs_a, pairs_g = activations.square(), gradients.square()
     else:
@@ -198,6 +233,8 @@ def _add_pairs(total: Tensor, activations: Tensor, gradients: Tensor) -> None:
         twice = where(first == second, 1.0, 2.0).to(gradients).unsqueeze(1)
         pairs_a = activations[:, :, first] * activations[:, :, second]
         pairs_g = gradients[:, :, first] * gradients[:, :, second] * twice
+    if labels > 1:
+        pairs_g = pairs_g.unflatten(3, (labels, -1)).sum(3)
     if total.shape[0] == 1:
         total[0].addmm_(pairs_g.reshape(-1, total.shape[1]).T, pairs_a.reshape(-1, total.shape[2]))
     else:
@@ -214,7 +251,7 @@ def add_factors(
 
     Args:
         activations: of the batch.
-        gradients: at the outputs, ``(samples, groups, positions, outputs)``.
+        gradients: at the outputs, as in `add_squares`.
         limit: bytes that one temporary may take.
         of_inputs: total ``(groups, inputs, inputs)``.
         of_outputs: total ``(groups, outputs, outputs)``.
@@ -232,24 +269,42 @@ def add_factors(
 def _add_factors(
     activations: Operand, gradients: Tensor, limit: int, of_inputs: Tensor, of_outputs: Tensor
 ) -> None:
-    (samples, groups, t, m), n, item_size = gradients.shape, of_inputs.shape[2], gradients.element_size()
-    by_gradients = m * n * (t + TOUCH_COST) + m * n * (m + n)
-    by_pairs = t * (m * m + n * n) + 2 * t * t * (m + n) + TOUCH_COST * t * (2 * t + m + 2 * n)
+    (samples, groups, t, _), n, item_size = gradients.shape, of_inputs.shape[2], gradients.element_size()
+    m = of_outputs.shape[2]
+    labels = gradients.shape[3] // m
+    by_gradients = labels * m * n * (t + TOUCH_COST + m + n)
+    by_pairs = t * (labels * m * m + n * n) + 2 * t * t * (labels * m + n)
+    by_pairs += TOUCH_COST * t * (2 * t + labels * m + 2 * n)
     if isinstance(activations, IdentityRows) or by_gradients < by_pairs:
-        for part in chunks(samples, groups * m * n, item_size, limit):
+        if labels > 1 and labels * groups * m * n * item_size > limit:
+            for each in gradients.split(m, 3):  # large gradients gain nothing together
+                _add_factors(activations, each, limit, of_inputs, of_outputs)
+            return
+        for part in chunks(samples, groups * labels * m * n, item_size, limit):
             per_sample = activations.part(part).gradients(gradients[part], limit)
             Rows(per_sample).add_gram(of_inputs, limit)
-            Rows(per_sample.transpose(2, 3)).add_gram(of_outputs, limit)
+            Rows(_samples_of_labels(per_sample, labels).transpose(2, 3)).add_gram(of_outputs, limit)
         return
-    products = (m * m + n * n) * (groups > 1)
-    for part in chunks(samples, groups * (2 * t * (m + n + t) + products), item_size, limit):
+    products = (labels * m * m + n * n) * (groups > 1)
+    for part in chunks(samples, groups * (2 * t * (labels * m + n + t) + products), item_size, limit):
         a, g = activations.part(part).rows(), gradients[part]
         add_products(of_inputs, a, matmul(matmul(g, g.transpose(2, 3)), a))
-        add_products(of_outputs, g, matmul(matmul(a, a.transpose(2, 3)), g))
+        others = matmul(matmul(a, a.transpose(2, 3)), g)
+        add_products(of_outputs, label_rows(g, m), label_rows(others, m))
+
+
+def label_rows(gradients: Tensor, outputs: int) -> Tensor:
+    """Gradients of several labels side by side, ``(samples, groups, positions, labels * outputs)``, as rows of one:
+    ``(samples, groups, positions * labels, outputs)``.
+    """
+    if gradients.shape[3] == outputs:
+        return gradients
+    return gradients.unflatten(3, (-1, outputs)).flatten(2, 3)
 
 
 class Accumulator(ABC):
-    """Sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``.
+    """Sums over the batches of one layer's activations and output gradients, of one label or of several side by side:
+    ``(samples, groups, positions, labels * outputs)``.
 
     Its mean divides the sums by the number of samples (the sum of their weights) or of positions. Where samples have
     weights, output gradients come multiplied by their square roots, so that every square counts w times; activations
@@ -268,8 +323,9 @@ class Accumulator(ABC):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        """Take one backward pass. Passes over the same batch have the same activations; `first_pass` marks the first of
-        them. The gradients have the roots of the samples' `weights` in them already.
+        """Take one backward pass, or those of several labels at once. Passes over the same batch have the same
+        activations; `first_pass` marks the first of them. The gradients have the roots of the samples' `weights` in
+        them already.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -354,10 +410,12 @@ class GradientGram(_Gram):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        Rows(gradients).add_gram(self._sums["gram"], self._limit)
-        self._sums["rows"] += gradients.shape[0] * gradients.shape[2]
+        rows = Rows(label_rows(gradients, self._sums["gram"].shape[1]))
+        rows.add_gram(self._sums["gram"], self._limit)
+        self._sums["rows"] += rows.samples * rows.positions
         if first_pass:
-            self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
+            samples = len(gradients) if weights is None else weights.total
+            self._sums["positions"] += samples * gradients.shape[2]
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over all positions."""
@@ -389,7 +447,8 @@ class GradientFactors(Accumulator):
     ) -> None:
         inputs, outputs = self._sums["input_gram"], self._sums["output_gram"]
         add_factors(activations, gradients, self._limit, inputs, outputs)
-        self._sums["rank"] += gradients.shape[0] * min(gradients.shape[2:])
+        size = outputs.shape[1]
+        self._sums["rank"] += len(gradients) * min(gradients.shape[2], size) * (gradients.shape[3] // size)
 
     @property
     def rank(self) -> int:
@@ -432,9 +491,10 @@ class RangeSketch(Accumulator):
             if counts:
                 rows.add_sketch(sums, self.test_matrix, limit, weight)
         else:
-            Rows(gradients).add_sketch(sums, self.test_matrix, limit)
+            Rows(label_rows(gradients, sums.shape[1])).add_sketch(sums, self.test_matrix, limit)
         if first_pass:
-            self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
+            samples = len(gradients) if weights is None else weights.total
+            self._sums["positions"] += samples * gradients.shape[2]
 
     def mean(self, samples: float) -> Tensor:
         """The sketch of ``A`` (over samples) or of ``G`` (over positions)."""
@@ -492,14 +552,16 @@ class SketchedGradientFactors(Accumulator):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        samples, groups, positions, outputs = gradients.shape
-        numbers = groups * 2 * positions * (positions + outputs + self._sums["input_gram"].shape[1])
+        (samples, groups, positions, numbers), outputs = gradients.shape, self.test_matrix.shape[1]
+        self._sums["rank"] += samples * min(positions, outputs) * (numbers // outputs)
+        numbers = groups * 2 * positions * (positions + numbers + self._sums["input_gram"].shape[1])
         for part in chunks(samples, numbers, gradients.element_size(), self._limit):
             a, g = activations.part(part).rows(), gradients[part]
             of_inputs, of_outputs = matmul(a, a.transpose(2, 3)), matmul(g, g.transpose(2, 3))
             add_products(self._sums["input_gram"], a, matmul(of_outputs, a))
-            add_products(self._sums["sketch"], g, matmul(of_inputs, Rows(g).project(self.test_matrix)))
-        self._sums["rank"] += samples * min(gradients.shape[2:])
+            sketched = matmul(of_inputs, _project_labels(g, self.test_matrix))
+            width = self.test_matrix.shape[2]
+            add_products(self._sums["sketch"], label_rows(g, outputs), label_rows(sketched, width))
 
     @property
     def rank(self) -> int:
@@ -602,11 +664,6 @@ class SquaredGradients(Accumulator):
 def _count() -> Tensor:
     """A number that counts, kept as a sum like the others."""
     return torch.zeros((), dtype=torch.float64, device="cpu")
-
-
-def _total(gradients: Tensor, weights: SampleWeights | None) -> float:
-    """The sum of the weights of a batch: the number of its samples where they have none."""
-    return gradients.shape[0] if weights is None else weights.total
 
 
 def _mean_squares(total: Tensor, samples: float) -> Tensor:

@@ -34,7 +34,15 @@ from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
 from posthoc_uq.curvature.kept_inputs import Part, Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
 from posthoc_uq.layers.capture import Capture, Recording
-from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, chunks, separate_positions, weighted
+from posthoc_uq.layers.layer import Call
+from posthoc_uq.layers.operands import (
+    CPU_TEMPORARY,
+    Operand,
+    Rows,
+    chunks,
+    separate_positions,
+    weighted,
+)
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.layers.sample_gradients import numbers_of
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 
 WORD = 1 << 64
 Word = Annotated[int, Ge(0), Lt(WORD)]
+_STACK_BYTES = 2**26  # of output gradients of all layers that wait for those of other labels
 _PLAIN_TYPES = (bool, int, float, complex, str, type(None))
 
 
@@ -256,6 +265,53 @@ class SweepTotals:
             self.log_likelihood += float(log_probs.double().sum())
 
 
+class LabelStack:
+    """Output gradients of a layer for several labels of a batch, side by side, in one memory for all batches.
+
+    Args:
+        like: of one label, ``(samples, groups, positions, outputs)``; later batches may have fewer samples.
+        limit: bytes of all that it holds.
+    """
+
+    def __init__(self, like: Tensor, limit: int) -> None:
+        samples, groups, positions, outputs = like.shape
+        self._capacity, self._number, self._samples = limit // max(1, like.nbytes), 0, samples
+        self._shape, self._kind = like.shape, (like.dtype, like.device)
+        # in the order of memory of each
+        self._positions_last = like.stride(3) != 1
+        sizes = (outputs, positions) if self._positions_last else (positions, self._capacity, outputs)
+        sizes = (self._capacity, *sizes) if self._positions_last else sizes
+        self._memory = like.new_empty(samples, groups, *sizes)
+
+    def takes(self, gradients: Tensor) -> bool:
+        """Whether it can hold output gradients of another batch."""
+        same = self._shape[1:] == gradients.shape[1:] and self._kind == (gradients.dtype, gradients.device)
+        return (
+            same and len(gradients) <= self._shape[0] and self._positions_last == (gradients.stride(3) != 1)
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds no more."""
+        return self._number == self._capacity
+
+    def add(self, gradients: Tensor) -> None:
+        """Take those of the next label."""
+        self._samples = len(gradients)
+        if self._positions_last:
+            self._memory[: self._samples, :, self._number] = gradients.transpose(2, 3)
+        else:
+            self._memory[: self._samples, :, :, self._number] = gradients
+        self._number += 1
+
+    def take(self) -> Tensor:
+        """All that it held, ``(samples, groups, positions, labels * outputs)``, until more is added."""
+        number, self._number = self._number, 0
+        if self._positions_last:
+            return self._memory[: self._samples, :, :number].flatten(2, 3).transpose(2, 3)
+        return self._memory[: self._samples, :, :, :number].flatten(3)
+
+
 class Observer(Protocol):
     """Sees the data of a sweep beside the accumulators."""
 
@@ -322,6 +378,7 @@ class Sweep:
         self._by_position = by_position if fisher == "mc" and joint is None else None
         self._weighted, self._compared, self._observers = weighted, compared, observers
         self._picked = Picked(share) if share < 1 else None
+        self._stacks = dict[str, LabelStack]()
         self.sums = dict[str, dict[str, Tensor]]()
         for name, of_layer in accumulators.items():
             for index, accumulator in enumerate(of_layer):
@@ -440,18 +497,34 @@ class Sweep:
         place: str,
         checks: DeferredChecks,
     ) -> None:
-        """A backward pass for each label of the Fisher; what it gives goes to the accumulators, layer by layer."""
+        """A backward pass for each label of the Fisher; what it gives goes to the accumulators, layer by layer, and of
+        as many labels together as memory allows.
+        """
         sums, rows = dict[str, Tensor](), dict[str, Tensor]()
-        first = True
+        several, counted = False, set[str]()
+        waiting = dict[str, tuple[list[Call], Operand, LabelStack]]()
 
         def sink(of_layer: LayerGradients) -> None:
-            name = of_layer.layer.name
-            activations, gradients = of_layer.operands(self._dtype)
-            check = gradients.sum()
+            name, gradients = of_layer.layer.name, of_layer.gradients(self._dtype)
+            if name not in waiting:
+                calls, activations = of_layer.calls, of_layer.activations(self._dtype)
+                stack = self._stack(name, gradients) if several else None
+                if stack is None:
+                    take(name, calls, activations, gradients)
+                    return
+                waiting[name] = calls, activations, stack
+            calls, activations, stack = waiting[name]
+            stack.add(gradients)
+            if stack.full:
+                del waiting[name]
+                take(name, calls, activations, stack.take())
+
+        def take(name: str, calls: list[Call], activations: Operand, gradients: Tensor) -> None:
+            first, check, counts = name not in counted, gradients.sum(), weights
             if first:
-                check = check + sum(call.input.detach().sum(dtype=self._dtype) for call in of_layer.calls)
+                check = check + sum(call.input.detach().sum(dtype=self._dtype) for call in calls)
+                counted.add(name)
             sums[name] = check if name not in sums else sums[name] + check
-            counts = weights
             if name == self._by_position:
                 if weights is not None:  # positions count as samples of their own
                     counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
@@ -469,15 +542,29 @@ class Sweep:
         while gradient is not None:
             # one ahead, to know the last; no more, since there may be one for every class
             following = next(pulled, None)
+            several = self._joint is None and (bool(waiting) or following is not None)
             recording.pull_back(gradient, sink, last=following is None)
             if self._joint is not None:
                 with torch.autocast(outputs.device.type, enabled=False):
                     self._joint.add_rows(_side_by_side(self._capture, rows, keys.shape[0]))
                 rows.clear()
-            first, gradient = False, following
+            gradient = following
+        with torch.autocast(outputs.device.type, enabled=False):
+            for name, (calls, activations, stack) in waiting.items():
+                take(name, calls, activations, stack.take())
         if sums:
             names = list(sums)
             checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
+
+    def _stack(self, layer: str, gradients: Tensor) -> LabelStack | None:
+        """The stack of a layer for output gradients of this shape, empty; None where it would hold no two of them."""
+        limit = _STACK_BYTES // len(self._capture.tracked)
+        if 2 * gradients.nbytes > limit:
+            return None
+        stack = self._stacks.get(layer)
+        if stack is None or not stack.takes(gradients):
+            self._stacks[layer] = stack = LabelStack(gradients, limit)
+        return stack
 
     def _sum_up(
         self, outputs: Tensor, targets: Tensor | None, weights: SampleWeights | None, checks: DeferredChecks

@@ -174,7 +174,8 @@ def tangent_kernel(
             nonlocal kept
             if weights is not None and caught.layer.weight not in weights:
                 return
-            activations, output_gradients = caught.operands(caught.calls[0].input.dtype)
+            dtype = caught.calls[0].input.dtype
+            output_gradients, activations = caught.gradients(dtype), caught.activations(dtype)
             name = caught.layer.name
             if activations.positions == 1 and name not in gradients:
                 a, b = activations.rows().squeeze(2), output_gradients.squeeze(2)  # (samples, groups, width)

@@ -63,9 +63,7 @@ class ClosedForm:
         with watching(self.network, watched, batch.attention_mask) as calls:
             outputs = batch.call(self.network)
         samples = outputs.shape[0]
-        operand = LayerGradients(layer, calls_of(calls, layer), samples, 0).activations(self._weights.dtype)[
-            0
-        ]
+        operand = LayerGradients(layer, calls_of(calls, layer), samples, 0).activations(self._weights.dtype)
         found = LastLayerOutputs(
             self._chosen,
             self._chosen.layout(outputs, samples),

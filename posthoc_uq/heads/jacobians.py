@@ -20,7 +20,7 @@ from posthoc_uq.core.model import model_device
 from posthoc_uq.core.progress import report_progress, split_progress
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import Operand, concatenated
+from posthoc_uq.layers.operands import Operand
 from posthoc_uq.layers.proof import Exactly, prepare
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.posteriors import Posterior
@@ -80,7 +80,7 @@ def pull_back(
         def collect(layer_gradients: LayerGradients, place: int = place) -> None:
             name = layer_gradients.layer.name
             if name not in layers:  # the activations are those of the first function
-                activations = concatenated(layer_gradients.activations(dtype))
+                activations = layer_gradients.activations(dtype)
                 caught[name] = {}
                 stacked = partial(layer_gradients.stacked, caught[name], dtype)
                 layers[name] = Pulled(layer_gradients.layer, activations, stacked)

@@ -988,7 +988,7 @@ def _failing(capture: Capture, reference: Reference) -> set[str]:
         layer = layer_gradients.layer
         dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
         try:
-            activations, gradients = layer_gradients.operands(dtype)
+            gradients, activations = layer_gradients.gradients(dtype), layer_gradients.activations(dtype)
         except UnsupportedLayerError:
             return
         tracked = capture.tracked[layer.name]

@@ -424,17 +424,6 @@ class LayerGradients:
     samples: int
     batch_axis: int
 
-    def operands(self, dtype: torch.dtype) -> tuple[Operand, Tensor]:
-        """Activations, and output gradients ``(samples, groups, positions, outputs)``, in `dtype`.
-
-        Further calls of a layer count as further positions: their weight gradients add up within a sample.
-
-        Raises:
-            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
-        """
-        gradients = self.gradients(dtype)
-        return concatenated(self.activations(dtype)), gradients
-
     def several(self, activations: Operand) -> bool:
         """Whether a sample may have several rows: with an axis of positions, even where it has one of them here, or in
         several calls.
@@ -444,7 +433,8 @@ class LayerGradients:
         return activations.positions > 1 or not one
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
-        """The output gradients of `operands` alone.
+        """Output gradients ``(samples, groups, positions, outputs)`` in `dtype`. Further calls of a layer count as
+        further positions: their weight gradients add up within a sample.
 
         Raises:
             UnsupportedLayerError: the calls do not fit together.
@@ -499,8 +489,8 @@ class LayerGradients:
         rows = layer.rule.output_rows(stacked.flatten(0, 1), layer)
         return rows.unflatten(0, (-1, functions)).permute(0, 2, 1, 4, 3)
 
-    def activations(self, dtype: torch.dtype) -> list[Operand]:
-        """Activations in `dtype`, one operand a call.
+    def activations(self, dtype: torch.dtype) -> Operand:
+        """Activations in `dtype`, of all calls.
 
         Raises:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
@@ -516,7 +506,7 @@ class LayerGradients:
                     f"samples; leave it out with layers=... or unsupported='skip'."
                 )
             found.append(layer.rule.activations(x.to(dtype), layer, call.geometry))
-        return found
+        return concatenated(found)
 
     def _by_sample(self, tensor: Tensor) -> Tensor:
         """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
