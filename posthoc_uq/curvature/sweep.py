@@ -266,29 +266,22 @@ class SweepTotals:
 
 
 class LabelStack:
-    """Output gradients of a layer for several labels of a batch, side by side, in one memory for all batches.
+    """Output gradients of a layer for several labels of a batch, side by side. Their places in memory depend on the
+    batch alone, and with them the last bits of sums.
 
     Args:
-        like: of one label, ``(samples, groups, positions, outputs)``; later batches may have fewer samples.
-        limit: bytes of all that it holds.
+        like: those of one label, ``(samples, groups, positions, outputs)``.
+        memory: numbers of their kind, for at least two labels.
     """
 
-    def __init__(self, like: Tensor, limit: int) -> None:
+    def __init__(self, like: Tensor, memory: Tensor) -> None:
         samples, groups, positions, outputs = like.shape
-        self._capacity, self._number, self._samples = limit // max(1, like.nbytes), 0, samples
-        self._shape, self._kind = like.shape, (like.dtype, like.device)
+        self._capacity, self._number = len(memory) // max(1, like.numel()), 0
         # in the order of memory of each
         self._positions_last = like.stride(3) != 1
         sizes = (outputs, positions) if self._positions_last else (positions, self._capacity, outputs)
         sizes = (self._capacity, *sizes) if self._positions_last else sizes
-        self._memory = like.new_empty(samples, groups, *sizes)
-
-    def takes(self, gradients: Tensor) -> bool:
-        """Whether it can hold output gradients of another batch."""
-        same = self._shape[1:] == gradients.shape[1:] and self._kind == (gradients.dtype, gradients.device)
-        return (
-            same and len(gradients) <= self._shape[0] and self._positions_last == (gradients.stride(3) != 1)
-        )
+        self._gradients = memory[: self._capacity * like.numel()].view(samples, groups, *sizes)
 
     @property
     def full(self) -> bool:
@@ -297,19 +290,18 @@ class LabelStack:
 
     def add(self, gradients: Tensor) -> None:
         """Take those of the next label."""
-        self._samples = len(gradients)
         if self._positions_last:
-            self._memory[: self._samples, :, self._number] = gradients.transpose(2, 3)
+            self._gradients[:, :, self._number] = gradients.transpose(2, 3)
         else:
-            self._memory[: self._samples, :, :, self._number] = gradients
+            self._gradients[:, :, :, self._number] = gradients
         self._number += 1
 
     def take(self) -> Tensor:
         """All that it held, ``(samples, groups, positions, labels * outputs)``, until more is added."""
         number, self._number = self._number, 0
         if self._positions_last:
-            return self._memory[: self._samples, :, :number].flatten(2, 3).transpose(2, 3)
-        return self._memory[: self._samples, :, :, :number].flatten(3)
+            return self._gradients[:, :, :number].flatten(2, 3).transpose(2, 3)
+        return self._gradients[:, :, :, :number].flatten(3)
 
 
 class Observer(Protocol):
@@ -378,7 +370,7 @@ class Sweep:
         self._by_position = by_position if fisher == "mc" and joint is None else None
         self._weighted, self._compared, self._observers = weighted, compared, observers
         self._picked = Picked(share) if share < 1 else None
-        self._stacks = dict[str, LabelStack]()
+        self._stacks = dict[str, Tensor]()
         self.sums = dict[str, dict[str, Tensor]]()
         for name, of_layer in accumulators.items():
             for index, accumulator in enumerate(of_layer):
@@ -557,14 +549,16 @@ class Sweep:
             checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
 
     def _stack(self, layer: str, gradients: Tensor) -> LabelStack | None:
-        """The stack of a layer for output gradients of this shape, empty; None where it would hold no two of them."""
+        """An empty stack for a layer's output gradients of this batch, in the memory of the last one; None where it
+        would hold no two of them.
+        """
         limit = _STACK_BYTES // len(self._capture.tracked)
         if 2 * gradients.nbytes > limit:
             return None
-        stack = self._stacks.get(layer)
-        if stack is None or not stack.takes(gradients):
-            self._stacks[layer] = stack = LabelStack(gradients, limit)
-        return stack
+        memory = self._stacks.get(layer)
+        if memory is None:
+            self._stacks[layer] = memory = gradients.new_empty(limit // gradients.element_size())
+        return LabelStack(gradients, memory)
 
     def _sum_up(
         self, outputs: Tensor, targets: Tensor | None, weights: SampleWeights | None, checks: DeferredChecks
