@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
 import posthoc_uq as uq
+from posthoc_uq.app import Service
 from posthoc_uq.likelihoods import JointPrediction
 
 SAMPLES, TAU, NOISE = 30, 2.0, 0.3
@@ -442,6 +443,20 @@ def test_data_come_in() -> None:
     torch.testing.assert_close(uq.wrap(model, updated).functional_covariance(new), expected)
 
 
+def test_mixtures_of_networks() -> None:
+    model, x, targets, posterior = kept()
+    other = Two()
+    with torch.no_grad():
+        other.label.bias += 0.3
+    second = fit(other, [(x, targets)], "diag", uq.Joint(label="classification", value="regression"))
+    one, two, both = (
+        uq.wrap(m, p)(x[:4])
+        for m, p in ((model, posterior), (other, second), ([model, other], [posterior, second]))
+    )
+    torch.testing.assert_close(both.label.probs, (one.label.probs + two.label.probs) / 2)
+    torch.testing.assert_close(both.value.mean, (one.value.mean + two.value.mean) / 2)
+
+
 def test_promises_by_head(tmp_path: Path) -> None:
     model, x, targets, posterior = kept()
     posterior = uq.calibrate(posterior, [(x, targets)], share=None, progress=False)
@@ -465,6 +480,8 @@ def test_promises_by_head(tmp_path: Path) -> None:
         len(promises.heads["value"].targets.scores) == 1 and len(promises.heads["label"].targets.scores) == 3
     )
     assert uq.wrap(model, jointly)(x[:3]).label.set(0.5).any()
+    with pytest.raises(uq.PosthocUQError, match="held-out samples"):
+        Service(uq.wrap(model, jointly), None, level=0.99)
     with pytest.raises(uq.PosthocUQError, match="one of the heads"):
         uq.wrap(model, jointly)(x[:3]).set(0.5)
     with pytest.raises(uq.PosthocUQError, match="class_rates are of classes"):
@@ -508,6 +525,8 @@ def test_measures_by_head(tmp_path: Path) -> None:
     assert [*prediction.answers()[0]] == ["label", "value"]
     assert {"label.probs", "value.mean", "novelty"} <= {*prediction.to_dict()}
     assert {"label", "value", "log_prob"} <= {*dir(prediction)}
+    with pytest.raises(uq.PosthocUQError, match=r"those of \['label', 'value'\].*to export it"):
+        uq.export(predictor, x[:4])
     with pytest.raises(AttributeError, match="has no 'probs'"):
         _ = prediction.probs
     with pytest.raises(uq.PosthocUQError, match="no head 'lable'"):

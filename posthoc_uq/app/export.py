@@ -233,6 +233,11 @@ def exportable(predictor: Predictor, *inputs: Tensor, level: float = 0.9) -> nn.
         raise PosthocUQError(
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
         )
+    if heads := [*predictor.posterior.likelihood.head_likelihoods]:
+        raise PosthocUQError(
+            f"A program has the outputs of one head, and this predictor those of {heads}; fit and wrap a model that "
+            f"returns one of them alone to export it."
+        )
     predictor.check_weights()  # programs hold weights, and check none
     made, head, missing = predictor, predictor, list[str]()
     if isinstance(predictor, LinearizedPredictor):

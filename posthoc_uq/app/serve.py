@@ -341,7 +341,7 @@ class Service:
         log: str | None = None,
     ) -> None:
         if isinstance(predictor.promises, ConformalScores):
-            predictor.promises.thresholds(level)  # refuses a level that cannot be promised
+            predictor.promises.check_level(level)
         self._border: tuple[ConformalScores, float] | None = None
         if referral is not None:
             if referral.exactly:

@@ -442,6 +442,8 @@ def _price_of_layers(plan: FitPlan, task: Task) -> str | None:
     names, used = set(task.layers), [t.layer.name for t in task.prepared.found if t.layer.rule.matrices]
     if plan.method.trains or plan.head != "linearized" or len(used) < 2:
         return None
+    if plan.likelihood.head_likelihoods and len(names) <= len(plan.likelihood.head_likelihoods):
+        return None  # their last layers, whose backward passes are short
     from posthoc_uq.heads.linearized_outputs import ALL_OUTPUTS, TOP
 
     outputs = task.prepared.outputs

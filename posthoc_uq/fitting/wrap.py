@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from torch import nn
@@ -159,7 +159,13 @@ def _likelihood_of_plain(known: Sequence[Posterior], given: str | Likelihood | N
 
 def _told(likelihood: Likelihood) -> dict[str, Any]:
     """What the networks' likelihoods must have in common: all but the noise variance of a regression."""
-    return {name: v for name, v in likelihood_to_attributes(likelihood).items() if name != "noise_variance"}
+    return _without_noise(likelihood_to_attributes(likelihood))
+
+
+def _without_noise(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in attributes.items() if name != "noise_variance"}
+    heads: Mapping[str, Any] = found.get("heads", {}) if "shapes" in found else {}  # of several heads
+    return found | ({"heads": {name: _without_noise(head) for name, head in heads.items()}} if heads else {})
 
 
 def _chosen_head(

@@ -616,6 +616,16 @@ class ConformalScores(InputScores):
         found = [quantile(scores, level) for scores in targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 
+    def check_level(self, level: float) -> None:
+        """Refuse a level that cannot be promised of targets, of those of any head.
+
+        Raises:
+            PosthocUQError: there are too few samples for it.
+        """
+        for scores in [self] if self.heads is None else self.heads.values():
+            if scores.targets is not None:
+                scores.thresholds(level)
+
     def p_values(self, scores: Mapping[str, Tensor], name: str) -> Tensor:
         """`p_values` of one of the scores of inputs, ``(batch,)``.
 

@@ -27,6 +27,7 @@ from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, LogitCovariance, Out
 from posthoc_uq.likelihoods.gaussian import Gaussian
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
+from posthoc_uq.likelihoods.mixture import mixture
 from posthoc_uq.likelihoods.prediction import Prediction, cat
 from posthoc_uq.likelihoods.registry import (
     likelihood_from_attributes,
@@ -701,6 +702,13 @@ class JointPrediction(Prediction):
             parts={name: cat([p.parts[name] for p in predictions]) for name in joined.parts}
         )
 
+    @classmethod
+    def mixed(cls, predictions: Sequence[Any]) -> JointPrediction:
+        """The mixture of every head."""
+        first: JointPrediction = predictions[0]
+        of_heads = {name: mixture([each.parts[name] for each in predictions]) for name in first.parts}
+        return first.changed(parts=of_heads)
+
     def of_one_network(self) -> JointPrediction:
         return self.changed(parts=self._mapped(lambda part: part.of_one_network()))
 
@@ -803,7 +811,7 @@ class JointPrediction(Prediction):
 
     def tensors(self) -> NoReturn:
         raise PosthocUQError(
-            "A program has the outputs of one head; fit or wrap a model that returns that head alone to export it."
+            f"There is no one tuple of the tensors of the heads {self.keys()}: prediction[head].tensors()."
         )
 
 

@@ -67,7 +67,16 @@ class DatasetInfo:
 
 
 def dataset_info(posterior: Posterior) -> DatasetInfo:
-    """What a posterior's file says of its data."""
+    """What a posterior's file says of its data.
+
+    Raises:
+        PosthocUQError: there are several heads.
+    """
+    if heads := [*posterior.likelihood.head_likelihoods]:
+        raise PosthocUQError(
+            f"The posterior has the heads {heads}, and commands read the targets of one; use it in Python, as "
+            f"uq.wrap(model, posterior) and uq.evaluate(predictor, loader)."
+        )
     facts = posterior.history.fit
     return DatasetInfo(posterior.likelihood, {name: facts[name] for name in _OF_DATA if name in facts})
 
