@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import tempfile
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import h5py
 import numpy as np
 import pytest
 import scipy.integrate
@@ -15,9 +18,11 @@ import scipy.optimize
 import scipy.stats
 import torch
 from networks import HEADS, LIKELIHOODS, batches, inputs_of, outputs_for, targets_of
+from storage_helpers import edit, edit_state
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.heads import EnsemblePredictor
 from posthoc_uq.likelihoods import GaussianMixturePrediction, Likelihood, resolve_likelihood
 
 X = inputs_of(4, samples=24, dtype=torch.float64)
@@ -285,6 +290,159 @@ def test_it_is_a_module_and_a_value() -> None:
         predictor(NEW)
 
 
+# Promises and files
+
+
+HELD_OUT = inputs_of(4, samples=160, seed=9, dtype=torch.float64)
+
+
+@functools.cache
+def calibrated(likelihood: str = "classification") -> EnsemblePredictor:
+    """Two networks with a posterior and one without, once calibrated."""
+    models, posteriors = fitted(likelihood)
+    y = targets_of(models[0], HELD_OUT, likelihood)
+    predictor = uq.wrap(models, [*posteriors[:2], None])
+    return uq.calibrate(predictor, batches(HELD_OUT, y, 40), progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:.* that promise")
+def test_one_temperature_is_sought_for_the_mixture() -> None:
+    """Where it is right throughout, it is small; each network's own stays in its posterior."""
+    models, posteriors = fitted()
+    before = uq.wrap(models, posteriors)
+    y = before(HELD_OUT).predicted()
+    found = uq.calibrate(before, batches(HELD_OUT, y, 40), progress=False)
+    assert found.temperature < 0.97 and found.posteriors == before.posteriors and before.temperature == 1.0
+    parts = [
+        uq.wrap(model, posterior.with_settings(temperature=found.temperature * posterior.temperature))(
+            NEW
+        ).probs
+        for model, posterior in zip(models, posteriors, strict=True)
+    ]
+    close(found(NEW).probs, torch.stack(parts).mean(0))
+    loss = [-float(p(HELD_OUT).log_prob(y).mean()) for p in (found, before)]
+    assert loss[0] < loss[1]
+
+
+def test_promised_intervals_are_those_of_the_scores() -> None:
+    """All samples promise here, so that the bound is the quantile of their distances in deviations of the mixture."""
+    models, posteriors = fitted("regression")
+    y = targets_of(models[0], HELD_OUT, "regression")
+    predictor = uq.wrap(models, posteriors)
+    found = uq.calibrate(predictor, [(HELD_OUT, y)], share=None, progress=False)
+    prediction: Any = predictor(HELD_OUT)
+    distances = ((y - prediction.mean).abs() / prediction.variance.sqrt()).sort(0).values
+    bound = distances[math.ceil(0.9 * (len(y) + 1)) - 1]
+    new: Any = found(NEW)
+    low, high = new.interval(0.9)
+    close(high - new.mean, bound * new.standard_deviation)
+    close(new.mean - low, bound * new.standard_deviation)
+
+
+def test_promised_sets_hold_the_labels() -> None:
+    """Of 12 splits of drawn data the mean coverage is the promised one, within three standard errors."""
+    models, _ = fitted()
+    predictor = uq.wrap(models, None)
+    kept = list[float]()
+    for seed in range(12):
+        x = inputs_of(4, samples=140, seed=100 + seed, dtype=torch.float64)
+        y = targets_of(models[0], x, "classification")
+        promised = uq.calibrate(predictor, [(x[:40], y[:40])], progress=False, sets="aps")
+        chosen = promised(x[40:]).set(0.8, allow_empty=True)
+        kept.append(float(chosen.gather(1, y[40:, None]).double().mean()))
+    error = np.std(kept) / 12**0.5
+    assert 0.8 - 3 * error < np.mean(kept) < 0.8 + 1 / 21 + 3 * error
+
+
+@pytest.mark.parametrize("untrusted", [False, True])
+def test_one_file_holds_all(tmp_path: Path, untrusted: bool) -> None:
+    predictor = calibrated()
+    uq.save(predictor, tmp_path / "all.h5")
+    uq.save(predictor, tmp_path / "again.h5")
+    assert (tmp_path / "all.h5").read_bytes() == (tmp_path / "again.h5").read_bytes()
+    loaded = uq.load(tmp_path / "all.h5", predictor.models, untrusted=untrusted)
+    assert loaded.temperature == predictor.temperature and loaded.promises == predictor.promises
+    first, second = predictor(NEW), loaded(NEW)
+    for name, tensor in first.to_dict().items():
+        assert torch.equal(tensor, second.to_dict()[name]), name
+    assert torch.equal(first.set(0.9), second.set(0.9))
+    assert torch.equal(first.familiarity("joint"), second.familiarity("joint"))
+    contents: Any = uq.inspect(tmp_path / "all.h5")
+    assert contents["method"] == "ensemble" and contents["networks"][1]["method"] == "diag"
+    assert "network 2\nwithout a posterior" in str(contents) and "80 held-out samples" in str(contents)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "poisson"])
+def test_files_of_values(tmp_path: Path, likelihood: str) -> None:
+    predictor = calibrated(likelihood)
+    uq.save(predictor, tmp_path / "all.h5", compression="gzip")
+    first, second = predictor(NEW), uq.load(tmp_path / "all.h5", list(predictor.models))(NEW)
+    for name, tensor in first.to_dict().items():
+        assert torch.equal(tensor, second.to_dict()[name]), name
+
+
+def swapped(state: dict[str, Any]) -> None:
+    state["networks"][0], state["networks"][2] = state["networks"][2], state["networks"][0]
+
+
+STATES: list[tuple[Any, str]] = [
+    (lambda state: state["promises"]["head"].update(head="linearized"), "is not of an ensemble"),
+    (lambda state: state.update(temperature=0.0), "temperature must be at least"),
+    (lambda state: state.update(options={"n_samples": 10**9}), "no whole number from 1 to"),
+    (lambda state: state.update(head="novel"), "head must be one of"),
+    (lambda state: state["networks"].pop(), "holds 2 networks"),
+    (lambda state: state["networks"][2].pop("fingerprint"), "fingerprint where it has no posterior"),
+    (swapped, "are not the posteriors of its networks"),
+]
+
+
+@pytest.mark.parametrize("place", range(len(STATES)))
+def test_a_changed_record_is_refused(tmp_path: Path, place: int) -> None:
+    change, words = STATES[place]
+    uq.save(calibrated(), tmp_path / "all.h5")
+    edit_state(tmp_path / "all.h5", change)
+    with pytest.raises(uq.PosthocUQError, match=words):
+        uq.load(tmp_path / "all.h5", calibrated().models)
+
+
+def test_a_changed_posterior_is_refused(tmp_path: Path) -> None:
+    """The digests of the file fit, and the posterior in it is damaged, is another file, or an ensemble again."""
+    path = tmp_path / "all.h5"
+    uq.save(calibrated(), path)
+    whole = path.read_bytes()
+
+    def put(data: bytes) -> None:
+        path.write_bytes(whole)
+
+        def change(file: Any) -> None:
+            del file["posteriors/1"]
+            file.create_dataset("posteriors/1", data=np.frombuffer(data, np.uint8))
+
+        edit(path, change)
+
+    with h5py.File(path) as file:
+        own = np.asarray(file["posteriors/1"]).tobytes()
+    for data, words in (
+        (own[:-1] + b"x", "damaged"),
+        (own[:700], "damaged"),
+        (b"", "cut short"),
+        (whole, "within an"),
+    ):
+        put(data)
+        with pytest.raises(uq.CorruptPosteriorError, match=words):
+            uq.load(path, calibrated().models)
+    put(own)
+    assert len(uq.load(path, calibrated().models)) == 3
+
+
+def saved(predictor: Any, models: Any, likelihood: str = "") -> Any:
+    """Write what is given, and load it for models."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.h5"
+        uq.save(predictor, path)
+        return uq.load(path, models)
+
+
 def other(outputs: int) -> Sequence[nn.Module]:
     return [network(0), network(1, outputs)]
 
@@ -308,6 +466,16 @@ def other(outputs: int) -> Sequence[nn.Module]:
         (lambda: uq.wrap(fitted()[0], fitted()[1], n_draw=3), "n_draws"),
         (lambda: uq.wrap(fitted()[0], None).novelty(NEW), "no network of this ensemble has one"),
         (lambda: uq.wrap(fitted()[0], None).state_dict(), "no state dict"),
+        (lambda: saved(fitted()[1][0], fitted()[0]), "holds the posterior of one network"),
+        (lambda: saved(calibrated(), fitted()[0][0]), "give all of them, in their order"),
+        (lambda: saved(calibrated(), fitted()[0][:2]), "holds 3 networks, and 2 models were given"),
+        (lambda: saved(calibrated(), [*fitted()[0][:2], network(7)]), "Network 2 has no posterior"),
+        (lambda: saved(calibrated(), fitted()[0][::-1]), "does not belong to this model"),
+        (
+            lambda: uq.calibrate(calibrated(), [(X, X[:, 0].long())], head="sampling"),
+            "head belongs to one network",
+        ),
+        (lambda: uq.tune(cast(Any, calibrated()), [(X, X[:, 0].long())]), "posterior"),
     ],
 )
 def test_refusals(call: Any, words: str) -> None:

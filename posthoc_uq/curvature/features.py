@@ -264,9 +264,10 @@ def watching(
 def find_features(
     prepared: Prepared, batch: Batch, likelihood: Likelihood | None = None
 ) -> FeatureSource | None:
-    """The last weighted layer before the outputs (of several the one that runs last), if its input is one row a sample
-    or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a
-    position its classes: it is a linear layer or a pointwise convolution, on the grid of the outputs or a coarser one.
+    """The last weighted layer before the outputs, if its input is one row a sample or can be pooled to one; else None.
+    Of several it is the one that runs last of those of which that is so. Where outputs have positions, it is one row a
+    position if the layer gives a position its classes: it is a linear layer or a pointwise convolution, on the grid of
+    the outputs or a coarser one.
 
     Its stages are the first, the middle and the last of the layers before it whose inputs have positions, one for each
     tensor; of a network without positions what enters its first layer. Where every pixel has a row, they are of those
@@ -296,11 +297,29 @@ def find_features(
 
 
 def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> FeatureSource | None:
+    """See `find_features`. Of two towers both have a last layer, and one may see no sample, such as the prompts of all
+    classes.
+    """
     # what enters a weight that is used in no layer's call is not seen
-    last = prepared.last[-1:]
-    if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
-        return None
-    capture, layer, samples = prepared.capture, last[0].layer, 1 if pair.whole else 2
+    last = list(reversed(prepared.last))
+    for place, use in enumerate(last):
+        if use.uses != 1 or use.layer.groups * use.layer.inputs > MAX_FEATURES:
+            continue
+        try:
+            found = _found_at(prepared, pair, likelihood, use.layer)
+        except PosthocUQError:
+            if place + 1 == len(last):
+                raise
+            found = None
+        if found is not None:
+            return found
+    return None
+
+
+def _found_at(
+    prepared: Prepared, pair: Batch, likelihood: Likelihood | None, layer: Layer
+) -> FeatureSource | None:
+    capture, samples = prepared.capture, 1 if pair.whole else 2
     stages = [] if pair.whole else _stages(prepared, layer, pair.attention_mask)
     together, alone = _runs(capture, pair, samples, watched_for(layer, stages))
     outputs = together.outputs.detach()

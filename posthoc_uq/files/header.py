@@ -24,6 +24,7 @@ SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
 SNAPSHOT_MAGIC = b"\x89POSTHOC_UQ snapshot 1\r\n\x1a\n"  # the first bytes of an unfinished fit's checkpoint
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+ENSEMBLE = "ensemble"  # the kind of a file of several networks
 _FIELDS = struct.Struct("<16sIQ32s64s32s")  # magic, format, length, digest, kind, release; zeros up to SIZE
 _MAX_KIND_BYTES = 64
 _DIGESTED = 60  # the digest is of all bytes from here on: what follows the digest itself
@@ -33,7 +34,7 @@ class Header(NamedTuple):
     """The facts in the first bytes of a file.
 
     Attributes:
-        kind: the method of the posterior.
+        kind: the method of the posterior; `ENSEMBLE` of several networks.
         release: the version of this package that wrote the file.
     """
 
@@ -84,13 +85,31 @@ def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[byt
         raise PosthocUQError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except MemoryError:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
-    if len(data) != size or data[:SIZE] != block or sha256(memoryview(data)[_DIGESTED:]).digest() != digest:
+    whole = len(data) == size and data[:SIZE] == block
+    _check_whole(data if whole else b"", digest, path)
+    return data, header
+
+
+def verified(data: bytes, path: str) -> Header:
+    """The header of a posterior's whole file that another file holds.
+
+    Raises:
+        CorruptPosteriorError: as `read`.
+    """
+    header, digest = _parse(data[:SIZE], len(data), path)
+    if header.kind == ENSEMBLE:
+        raise CorruptPosteriorError(f"'{path}' is an ensemble within an ensemble, which no file holds.")
+    _check_whole(data, digest, path)
+    return header
+
+
+def _check_whole(data: bytes, digest: bytes, path: str | os.PathLike[str]) -> None:
+    if sha256(memoryview(data)[_DIGESTED:]).digest() != digest:
         raise CorruptPosteriorError(
             f"'{path}' is damaged: its SHA-256 is not the one in its header; copy or save it again."
         )
     if data[SIZE : SIZE + len(HDF5_SIGNATURE)] != HDF5_SIGNATURE:
         raise CorruptPosteriorError(f"'{path}' is damaged: its header is not followed by an HDF5 file.")
-    return data, header
 
 
 def _parse(block: bytes, size: int, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
@@ -121,7 +140,7 @@ def _parse(block: bytes, size: int, path: str | os.PathLike[str]) -> tuple[Heade
             f"'{path}' is damaged: {size - SIZE} bytes follow its header, which announces {length}; copy or save it "
             f"again."
         )
-    if kind not in FAMILIES:
+    if kind != ENSEMBLE and kind not in FAMILIES:
         raise CorruptPosteriorError(
             f"'{path}' is damaged, or by a method that is not registered: its header names {kind!r}. If a module of "
             f"yours defines that method, import it first."

@@ -233,7 +233,8 @@ _MAX_AMOUNTS = {"n_samples": 10_000, "n_draws": 100_000, "n_probes": 10_000, "me
 """Of a head's options those that decide how much memory a prediction takes: a file may not ask for more."""
 
 
-def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
+def check_amounts(values: dict[str, Any]) -> dict[str, Any]:
+    """Options of a head, unless a prediction with them would take too much memory; a ValueError says so."""
     for name, limit in _MAX_AMOUNTS.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= limit):
@@ -242,14 +243,14 @@ def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(record: HeadRecord) -> HeadRecord:
-    _check_amounts(record.options)
+    check_amounts(record.options)
     return record
 
 
 def _check_promises(promises: ConformalScores) -> ConformalScores:
     if promises.head.get("head") not in HEADS:
         raise ValueError(f"has a head that is none of {HEADS}")
-    _check_amounts(promises.head)
+    check_amounts(promises.head)
     SettingsRecord.model_validate(promises.posterior)
     SettingsRecord.model_validate(promises.valid_at)
     return promises

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from io import BytesIO
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast, overload, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,8 +35,9 @@ from posthoc_uq.core.model import (
 )
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
-from posthoc_uq.files import atomic, hdf5, header
+from posthoc_uq.files import atomic, ensembles, hdf5, header
 from posthoc_uq.files.check import check_together
+from posthoc_uq.files.ensembles import StoredEnsemble
 from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
 from posthoc_uq.files.match import (
     check_buffers,
@@ -51,7 +53,7 @@ from posthoc_uq.files.records import (
     description_of,
     parsed,
 )
-from posthoc_uq.files.summary import Inspection
+from posthoc_uq.files.summary import EnsembleInspection, Inspection
 from posthoc_uq.files.tensors import (
     BLOCKS_GROUP,
     FEATURES,
@@ -70,11 +72,19 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.files.untrusted import ChildReader
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
-from posthoc_uq.posteriors.block import BLOCKS
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, WeightPrior
 from posthoc_uq.version import __version__
+
+
+@runtime_checkable
+class Storable(Protocol):
+    """The predictor of several networks, as far as this room knows it."""
+
+    def stored(self) -> StoredEnsemble: ...
+
 
 _WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"
 _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number format
@@ -83,7 +93,7 @@ _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number forma
 @defer_interrupts
 @known_arguments
 def save(
-    posterior: Posterior,
+    posterior: Posterior | Storable,
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -96,7 +106,7 @@ def save(
     return at once.
 
     Args:
-        posterior: what `fit` or `load` gave.
+        posterior: what `fit` or `load` gave; or the predictor of several networks, with all of their posteriors.
         path: the file; its folder must exist.
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; that of the posterior if None. Half
             formats are read back as float32. A trained mean keeps its precision.
@@ -111,14 +121,29 @@ def save(
             f"dtype must be torch.float32, torch.float16, torch.bfloat16 or None, not {dtype}."
         )
     check_option("compression", compression, Literal["gzip"] | None)
-    if not isinstance(cast(Any, posterior), Posterior):
+    several = posterior.stored() if isinstance(posterior, Storable) else None
+    if several is None and not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"save takes the posterior first and the path second; the first is a {type(posterior).__name__}."
         )
-    check_unchanged(posterior)
+    given = [posterior] if several is None else [each for each in several.posteriors if each is not None]
+    for each in cast("list[Posterior]", given):
+        check_unchanged(each)
     if rank() == 0:
         atomic.checked_target(path)  # before the work
-        atomic.write(path, _image(posterior, dtype, compression))
+        one = cast(Posterior, posterior)
+        several_or_one = partial(_image, one) if several is None else partial(_image_of_several, several)
+        atomic.write(path, several_or_one(dtype, compression))
+
+
+def _image_of_several(stored: StoredEnsemble, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
+    images = [
+        None if each is None else _image(each, dtype, compression).getvalue() for each in stored.posteriors
+    ]
+    try:
+        return BytesIO(ensembles.image(stored, images, __version__))
+    except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
+        raise PosthocUQError(f"The predictor holds a value that no file can keep: {error}.") from error
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
@@ -181,8 +206,7 @@ def _attributes(description: Description, release: str) -> dict[str, str | int]:
     }
 
 
-@defer_interrupts
-@known_arguments
+@overload
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -192,13 +216,40 @@ def load(
     device: torch.device | str | None = None,
     likelihood: Likelihood | None = None,
     output: Output | None = None,
-) -> Posterior:
+) -> Posterior: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: Sequence[nn.Module],
+    *,
+    untrusted: bool = False,
+    device: torch.device | str | None = None,
+    likelihood: Likelihood | None = None,
+    output: Output | None = None,
+) -> Any: ...
+
+
+@defer_interrupts
+@known_arguments
+def load(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    prefix: str | None = None,
+    untrusted: bool = False,
+    device: torch.device | str | None = None,
+    likelihood: Likelihood | None = None,
+    output: Output | None = None,
+) -> Any:
     """Read a posterior for the model it was fitted on; it is centred on that model's parameters, or on those that the
-    method trained.
+    method trained. Of a list of models read the predictor of several networks.
 
     Args:
         path: a file that `save` wrote.
-        model: the model, with the weights it had when the posterior was fitted.
+        model: the model, with the weights it had when the posterior was fitted; or a list of all networks, in their
+            order, for the file of an ensemble's predictor.
         prefix: of a posterior that was fitted on a part of the model, such as the last layer on stored features, the
             part's name in the model, ``"fc"``. Its weights are compared; that the model gives it the features of the
             fit is yours to know.
@@ -210,6 +261,9 @@ def load(
         output: of a posterior that was fitted with a function as ``output=``: the same function. A key or an index is
             in the file. With `prefix`, where the outputs are in what the whole model returns, if that is no tensor.
 
+    Returns:
+        The posterior; of a list of models a `posthoc_uq.heads.EnsemblePredictor`.
+
     Raises:
         PosthocUQError: the file is missing or cannot be read, there is no such device, the model's weights have no
             numbers, or the likelihood or the output's function is missing or another one.
@@ -217,21 +271,90 @@ def load(
         PosteriorMismatchError: it belongs to another model, to other values of the weights that have a posterior, or to
             other buffers, such as the running statistics of batch normalisation.
     """
-    model = unwrap(model)
-    check_usable(model)
-    model = with_plain_weights(model)
+    options = _LoadOptions(untrusted, device, likelihood, output)
+    if isinstance(model, (list, tuple, nn.ModuleList)):
+        if prefix is not None:
+            raise PosthocUQError(
+                "prefix= is for the posterior of one model; load that one by itself, and wrap the list."
+            )
+        return _load_several(path, list(cast(Iterable[nn.Module], model)), options)
+    check_usable(unwrap(model))
     if prefix is not None:
         from posthoc_uq.files.part import of_whole, part_of
 
-        part = part_of(model, prefix)
+        whole = with_plain_weights(unwrap(model))
+        part = part_of(whole, prefix)
         found = load(path, part, untrusted=untrusted, device=device, likelihood=likelihood)
-        return of_whole(found, model, prefix, checked_output(output))
+        return of_whole(found, whole, prefix, checked_output(output))
+
+    def limit(kind: str) -> int:
+        if kind == header.ENSEMBLE:
+            raise ensembles.several_error(os.fsdecode(path))
+        return size_limit(kind, with_plain_weights(unwrap(model)))
+
+    data, head = header.read(path, limit)
+    return _load(data, head, os.fsdecode(path), model, options)
+
+
+class _LoadOptions(NamedTuple):
+    """The options of `load`; see there."""
+
+    untrusted: bool
+    device: torch.device | str | None
+    likelihood: Likelihood | None
+    output: Output | None
+
+
+def _load_several(path: str | os.PathLike[str], models: list[nn.Module], options: _LoadOptions) -> Any:
+    """The predictor of several networks from its file."""
+    name = os.fsdecode(path)
+    for model in models:
+        check_usable(unwrap(model))
+
+    def limit(kind: str) -> int:
+        if kind != header.ENSEMBLE:
+            raise PosthocUQError(
+                f"'{name}' holds the posterior of one network, and {len(models)} models were given; give that one: "
+                f"uq.load(path, model)."
+            )
+        plain = [with_plain_weights(unwrap(model)) for model in models]
+        return ensembles.SPARE + sum(max(size_limit(each, model) for each in FAMILIES) for model in plain)
+
+    data, _ = header.read(path, limit)
+    with _translated(name):
+        record, images = ensembles.opened(data, options.untrusted)
+    if len(images) != len(models):
+        raise PosteriorMismatchError(
+            f"'{name}' holds {len(images)} networks, and {len(models)} models were given; give all of them, in their "
+            f"order."
+        )
+    posteriors = list[Posterior | None]()
+    for number, (model, own) in enumerate(zip(models, images, strict=True)):
+        if own is None:
+            ensembles.check_plain_network(number, record.networks[number], model, name)
+            posteriors.append(None)
+        else:
+            within = f"{name}', network '{number}"
+            posteriors.append(_load(own, header.verified(own, within), within, model, options))
+    try:
+        likelihood = likelihood_from_attributes(record.likelihood, options.likelihood)
+    except PosthocUQError as error:
+        raise PosthocUQError(f"'{name}' cannot be loaded: {error}") from None
+    stored = StoredEnsemble(
+        models, posteriors, likelihood, record.temperature, record.head, record.options, record.promises
+    )
+    return import_module("posthoc_uq.fitting.wrap").ensemble_of(stored)  # predictors stand above this room
+
+
+def _load(data: bytes, head: header.Header, path: str, model: nn.Module, options: _LoadOptions) -> Posterior:
+    """The posterior of a verified file."""
+    model = with_plain_weights(unwrap(model))
+    untrusted, device, likelihood, output = options
     place = model_device(model)
     if device is not None:
         way_out = "leave device out for the model's own, or use 'cpu'"
         place = usable_device(device, f"device={str(device)!r}", way_out)
     parameters = parameters_of(model)
-    data, head = header.read(path, lambda kind: size_limit(kind, model))
     with _translated(path):
         with ChildReader(data) if untrusted else ImageReader(data) as reader:
             structure = reader.structure()
@@ -410,7 +533,7 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
 
 
-def inspect(path: str | os.PathLike[str]) -> Inspection:
+def inspect(path: str | os.PathLike[str]) -> Inspection | EnsembleInspection:
     """What a file holds, without a model and without its numbers; always parsed in a child process.
 
     Returns:
@@ -422,13 +545,40 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         ``changes`` (of the data since the fit), ``output`` (the part of what the model returns), ``parameters``,
         ``trained_mean`` (names of the parameters that it has), ``features`` (what is kept of the last layer's inputs,
         or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks
-        and correction, tensors with shape and dtype, and bytes).
+        and correction, tensors with shape and dtype, and bytes). Of the file of several networks ``method`` is
+        ``"ensemble"``, and beside ``likelihood``, ``temperature``, ``head``, ``options`` and ``promises`` it has
+        ``networks``, such a dictionary for each, or its fingerprints where it has no posterior.
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
     """
     data, head = header.read(path, lambda _: sys.maxsize)
+    name = os.fsdecode(path)
+    if head.kind != header.ENSEMBLE:
+        return _inspected(data, head, name)
+    with _translated(name):
+        record, images = ensembles.opened(data, untrusted=True)
+    found = list[Any]()
+    for number, (network, own) in enumerate(zip(record.networks, images, strict=True)):
+        within = f"{name}', network '{number}"
+        found.append(
+            network.plain() if own is None else _inspected(own, header.verified(own, within), within)
+        )
+    contents = {
+        "format_version": header.FORMAT,
+        "library_version": head.release,
+        "bytes": len(data),
+        "method": head.kind,
+        **{"head": None, "promises": None},
+        **record.plain(),
+        "networks": found,
+    }
+    return EnsembleInspection(name, contents)
+
+
+def _inspected(data: bytes, head: header.Header, path: str) -> Inspection:
+    """The contents of a verified file."""
     with _translated(path):
         with ChildReader(data) as reader:
             structure = reader.structure()
@@ -458,7 +608,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             for name, block in plain["blocks"].items()
         },
     }
-    return Inspection(os.fsdecode(path), contents, description.history)
+    return Inspection(path, contents, description.history)
 
 
 def _stored(group: str, slots: list[TensorSlot], structure: Structure) -> dict[str, Any]:

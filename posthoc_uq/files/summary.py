@@ -39,6 +39,35 @@ class Inspection(dict[str, Any]):
         return "\n".join(lines)
 
 
+class EnsembleInspection(dict[str, Any]):
+    """What the file of several networks holds, as `Inspection` of one."""
+
+    def __init__(self, path: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __str__(self) -> str:
+        promises, networks = self["promises"], self["networks"]
+        samples = "none" if promises is None else f"from {promises['samples']:,} held-out samples"
+        facts = [
+            ("file", f"{self._path}, {self['bytes']:,} bytes, format {self['format_version']}"),
+            ("written by", f"posthoc_uq {self['library_version']}"),
+            ("ensemble", f"{len(networks)} networks, likelihood {self['likelihood']['name']}"),
+            ("temperature", _text(self["temperature"])),
+            ("head", self["head"] or "each posterior's own"),
+            ("promises", samples),
+        ]
+        lines = [printable(f"{name.ljust(11)}  {value}") for name, value in facts]
+        for number, network in enumerate(networks):
+            told = (
+                str(network)
+                if isinstance(network, Inspection)
+                else f"without a posterior, {network['fingerprint']}"
+            )
+            lines += ["", f"network {number}", told]
+        return "\n".join(lines)
+
+
 def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Facts about the posterior as a whole, each with its name."""
     prior, likelihood = contents["prior_precision"], contents["likelihood"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from math import log
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from annotated_types import Gt, Lt
@@ -56,6 +56,7 @@ from posthoc_uq.fitting.rare_classes import RareClasses, rare_in_heads, with_rar
 from posthoc_uq.fitting.seen_rows import warn_of_few_errors, warn_of_little_noise
 from posthoc_uq.fitting.tune import checked_scaling, has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
+from posthoc_uq.heads.ensemble import EnsemblePredictor
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
@@ -89,12 +90,13 @@ if TYPE_CHECKING:
     from posthoc_uq.likelihoods.joint import JointPrediction
 
 Share = Annotated[float, Gt(0), Lt(1)]
+Calibrated = TypeVar("Calibrated", Posterior, EnsemblePredictor)
 _FEW = 30  # samples that promise after others were left out for class rates; of less it is said
 
 
 @defer_interrupts
 def calibrate(
-    posterior: Posterior,
+    posterior: Calibrated,
     loader: Iterable[Any],
     *,
     share: float | None = 0.5,
@@ -110,7 +112,7 @@ def calibrate(
     batch_to_weights: BatchFunction | None = None,
     progress: bool | None = None,
     **options: Any,
-) -> Posterior:
+) -> Calibrated:
     """The posterior tuned on one part of held-out data, with the scores of the other, by which predictions promise; the
     given one stays as it is.
 
@@ -146,8 +148,12 @@ def calibrate(
       mask attends to, or all of them, for predictions as they are; and over those of them that count here, by labels
       and `batch_to_weights`, for predictions that are `PositionPrediction.masked` likewise.
 
+    Of several networks as one predictor (`wrap` of lists) the scores are the mixture's. The first part chooses one
+    factor on the temperatures of all networks, where outputs are logits: a mixture is less sure than its networks. What
+    belongs to one network, `scaling`, `class_rates`, `head` and options, is not taken.
+
     Args:
-        posterior: from `fit` or `load`.
+        posterior: from `fit` or `load`; or the predictor of several networks, from `wrap`.
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
             and every time with the same inputs.
         share: of the samples that tune, and that measure the tails of scores of inputs; which, depends on their inputs
@@ -179,20 +185,23 @@ def calibrate(
         **options: of the head, as in `wrap`, which takes them by default from then on.
 
     Returns:
-        A new posterior. Its ``history.promises`` has the scores, and ``history.trials`` what tuning tried; `report`
-        says in words what is promised.
+        A new posterior, or a new predictor of several networks. A posterior's ``history.promises`` has the scores, and
+        ``history.trials`` what tuning tried; `report` says in words what is promised.
 
     Raises:
         PosthocUQError: no targets, too few samples, or a loader of other inputs each time.
         NonFiniteError: a score is not finite.
         PosteriorMismatchError: the model's weights changed after the fit, or during this call.
     """
-    if not isinstance(cast(Any, posterior), Posterior):
+    several = isinstance(posterior, EnsemblePredictor)
+    if not several and not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
-            f"calibrate takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+            f"calibrate takes a posterior from uq.fit or uq.load(path, model), or the predictor of several networks, "
+            f"not a {type(posterior).__name__}."
         )
     share = check_option("share", share, Share | None)
-    checked_scaling(posterior.likelihood, check_option("scaling", scaling, Scaling | None))
+    likelihood = posterior.observation if several else posterior.likelihood
+    checked_scaling(likelihood, check_option("scaling", scaling, Scaling | None))
     sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
     by_class, jointly = check_option("by_class", by_class, bool), check_option("jointly", jointly, bool)
     seed = check_option("seed", seed, Seed)
@@ -206,17 +215,29 @@ def calibrate(
     check_loader(loader)
     progress = bars_shown(progress)
     check_reusable(loader, 3)
-    rates = None if class_rates is None else _checked_rates(posterior.likelihood, class_rates)
+    reader = BatchReader.of(
+        posterior.model if several else model_of(posterior),
+        batch_to_inputs,
+        batch_to_targets,
+        batch_to_weights,
+        device=posterior.device if several else None,
+        skips_missing=likelihood.missing == "ignore",
+    )
+    if several:
+        own = {"scaling": scaling, "class_rates": class_rates, "head": head} | options
+        if given := [name for name, value in own.items() if value is not None]:
+            raise PosthocUQError(
+                f"{given[0]} belongs to one network, and calibrate was given the predictor of several; calibrate each "
+                f"network's posterior with it, and wrap them together again."
+            )
+        return _calibrated_ensemble(
+            posterior, Readings(loader), reader, share, sets, by_class, jointly, seed, progress
+        )
+    rates = None if class_rates is None else _checked_rates(likelihood, class_rates)
     new = calibrated(
         posterior,
         Readings(loader),
-        BatchReader.of(
-            model_of(posterior),
-            batch_to_inputs,
-            batch_to_targets,
-            batch_to_weights,
-            skips_missing=posterior.likelihood.missing == "ignore",
-        ),
+        reader,
         share=share,
         scaling=scaling,
         class_rates=rates,
@@ -297,8 +318,8 @@ def calibrated(
             moments: Any = predictor
             predictor = moments.fit_scale(data, scale.n_mc, slope=scale.beta != 1.0, progress=progress)
             tuned = predictor.posterior
-        retunes = share is not None and tuned.likelihood.logits
-        measured, retuning, rare = _measured(
+        retuning = _Retuning(predictor) if share is not None and tuned.likelihood.logits else None
+        measured, rare = _measured(
             predictor,
             data,
             known,
@@ -308,7 +329,8 @@ def calibrated(
             share,
             progress,
             all_promise=by_factor,
-            retunes=retunes,
+            settings=tuned.settings.plain(),
+            retuning=retuning,
             weights=weights,
         )
         if weights is None:  # rows thinned to other class rates have another share of errors
@@ -317,9 +339,40 @@ def calibrated(
         if weights is not None and class_rates is not None and measured.samples < _FEW:
             _warn_of_few(measured, weights, class_rates, by_class)
         promising = with_rare_classes(tuned.noted(promises=measured), rare)
-        if not retunes or measured.kind == "positions":
+        if retuning is None or measured.kind == "positions":
             return promising
         return _retuned(promising, measured, retuning, scaling or "auto", weights)
+
+
+def _calibrated_ensemble(
+    predictor: EnsemblePredictor,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    share: float | None,
+    sets: SetScore,
+    by_class: bool,
+    jointly: bool,
+    seed: int,
+    progress: bool,
+) -> EnsemblePredictor:
+    """`calibrate` of several networks, once its arguments are checked."""
+    data = _HeldOut(loader, reader, predictor.observation, seed, joins=False)
+    with steady(*predictor.models, call="calibrate"):
+        if share is not None:
+            data.split(share)
+        predictor = predictor.with_promises(None)
+        if predictor.observation.logits:
+            losses = TemperatureLosses()
+            with torch.no_grad(), isolated_random_state(seed):
+                for batch in data:
+                    losses.add(predictor, predictor.distribution(batch), cast(Tensor, batch.targets).clone())
+            predictor = predictor.at_temperature(losses.most_probable(1.0))
+        measured, rare = _measured(
+            predictor, data, None, sets, by_class, jointly, share, progress, all_promise=False, settings={}
+        )
+    if rare is not None and rare.matters:
+        warn_user(rare.text)
+    return predictor.with_promises(measured)
 
 
 def _with_head(
@@ -697,7 +750,7 @@ def _contents(batch: Batch) -> Tensor:
 
 
 def _measured(
-    predictor: Predictor,
+    predictor: Predictor | EnsemblePredictor,
     data: _HeldOut,
     known: _Known | None,
     sets: SetScore,
@@ -707,12 +760,13 @@ def _measured(
     progress: bool,
     *,
     all_promise: bool,
-    retunes: bool,
-    weights: _ClassWeights | None,
-) -> tuple[ConformalScores, _Retuning, RareClasses | None]:
+    settings: dict[str, Any],
+    retuning: _Retuning | None = None,
+    weights: _ClassWeights | None = None,
+) -> tuple[ConformalScores, RareClasses | None]:
     """The scores, and what they were measured with; one pass over all data. With `all_promise` those of targets are of
     all samples; with `weights` of classes each sample stays with the share of its class's weight of the largest one.
-    With `retunes` also what all labels say of how logits are scaled, if outputs have no positions. And the classes that
+    `retuning` gets what all labels say of how logits are scaled, if outputs have no positions. And the classes that
     these promise too little for.
 
     Raises:
@@ -720,21 +774,11 @@ def _measured(
     """
     scores, tuning, staying = _Measuring(sets, by_class, jointly), list[Tensor](), list[Tensor]()
     of_heads = dict[str, _Measuring]()
-    retuning = _Retuning(predictor)
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         if data.samples or data.joins:  # else as many batches as the loader has, all as large as the first
             bar.total, bar.batches = data.samples or bar.total, 0
         for batch, tunes in data.batches():
-            distribution: Any = None
-            if retunes:
-                if known is None:
-                    with predictor.explaining(batch):
-                        distribution = predictor.distribution(batch)
-                else:
-                    distribution = known.distribution(predictor, batch)
-                prediction = predictor.prediction_for(batch, distribution).to("cpu")
-            else:
-                prediction = predictor(batch).to("cpu")
+            distribution, prediction = _predicted(predictor, batch, known, retuning is not None)
             several = cast("JointPrediction", prediction) if prediction.kind == "heads" else None
             if several is not None and not of_heads:
                 scores, of_heads = (
@@ -747,9 +791,11 @@ def _measured(
                 staying.append(_staying(batch, weights.shares, data.seed))
                 kept = kept if by_class else kept & staying[-1]
             given = cast(Tensor, batch.targets)
-            predictor.posterior.likelihood.check(prediction.outputs_mean, given.cpu())
+            predictor.observation.check(prediction.outputs_mean, given.cpu())
             targets = prediction.fitting(given.cpu().clone())
-            if retunes := retunes and prediction.kind != "positions":
+            if prediction.kind == "positions":
+                retuning = None
+            if retuning is not None:
                 retuning.add(distribution, given, prediction, targets)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
             scores.add(prediction, targets, batch, kept, keys)
@@ -768,14 +814,14 @@ def _measured(
         "share": share,
         "seed": data.seed,
         "head": dict(predictor.identity()),
-        "posterior": predictor.posterior.settings.plain(),
+        "posterior": settings,
     }
     found, rare = scores.result(first, second, of_sets, common)
     if of_heads:
         results = {name: each.result(first, second, of_sets, common) for name, each in of_heads.items()}
         found = found.changed(heads={name: result for name, (result, _) in results.items()})
         rare = rare_in_heads({name: of_head for name, (_, of_head) in results.items()})
-    return found, retuning, rare
+    return found, rare
 
 
 class _Measuring:
@@ -953,6 +999,21 @@ def _of_maps(kind: TargetScore, of_targets: Sequence[TargetScores], channels: in
         raise nothing_counts()
     by_channel = scores.reshape(len(scores), channels, -1)
     return HeldOutTargets.of_maps(kind, [by_channel[there[:, each], each] for each in range(channels)])
+
+
+def _predicted(
+    predictor: Predictor | EnsemblePredictor, batch: Batch, known: _Known | None, wanted: bool
+) -> tuple[Any, Prediction]:
+    """The prediction of a batch on the CPU, and the distribution of its outputs where that is `wanted`."""
+    if not wanted or not isinstance(predictor, Predictor):
+        return None, predictor(batch).to("cpu")
+    distribution: Any = None
+    if known is None:
+        with predictor.explaining(batch):
+            distribution = predictor.distribution(batch)
+    else:
+        distribution = known.distribution(predictor, batch)
+    return distribution, predictor.prediction_for(batch, distribution).to("cpu")
 
 
 def _staying(batch: Batch, shares: Tensor, seed: int) -> Tensor:

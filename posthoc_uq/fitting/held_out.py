@@ -29,6 +29,7 @@ from posthoc_uq.fitting.faithful import (
     scale_width,
     width_parameter_of,
 )
+from posthoc_uq.heads.ensemble import EnsemblePredictor
 from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor, scaled_logits
 from posthoc_uq.likelihoods.draws import OutputGaussian
@@ -144,7 +145,7 @@ class TemperatureLosses:
         self._total = torch.zeros(len(_TEMPERATURES), dtype=torch.float64, device="cpu")
         self.labels = 0
 
-    def add(self, predictor: Predictor, distribution: Any, targets: Tensor) -> None:
+    def add(self, predictor: Predictor | EnsemblePredictor, distribution: Any, targets: Tensor) -> None:
         """Add those of a batch, whose outputs have this `distribution`."""
         temperatures: list[float] = (10.0**_TEMPERATURES).tolist()
         sums = list[Tensor]()
@@ -152,7 +153,7 @@ class TemperatureLosses:
             logs = made.log_prob(made.fitting(torch.cat([targets] * times)))
             sums.append(host_double(logs).reshape(times, -1).sum(1))
         self._total += torch.cat(sums)
-        self.labels += labelled(predictor.posterior.likelihood, targets)
+        self.labels += labelled(predictor.observation, targets)
 
     def most_probable(self, centre: float) -> float:
         """The most probable temperature of all, under the prior of `hyperprior_penalty`."""

@@ -20,6 +20,7 @@ from posthoc_uq.posteriors.history import CRITERIA
 from posthoc_uq.posteriors.posterior import Posterior
 
 if TYPE_CHECKING:
+    from posthoc_uq.files.ensembles import StoredEnsemble
     from posthoc_uq.heads import EnsemblePredictor, LinearizedPredictor, MomentsPredictor, SamplingPredictor
 
 
@@ -116,7 +117,7 @@ def _wrapped_list(
     all_of = cast("list[Posterior | None]", list(cast(list[Any], given)))
     known = [posterior for posterior in all_of if posterior is not None]
     likelihood = options.pop("likelihood", None)
-    members, made_with = list[Predictor | PlainNetwork](), list[tuple[str, dict[str, Any]] | None]()
+    members = list[Predictor | PlainNetwork]()
     for model, posterior in zip(models, all_of, strict=True):
         if posterior is not None:
             check_match(model, posterior)
@@ -126,12 +127,19 @@ def _wrapped_list(
             if posterior is None:
                 choice = choice_of(known[0].history.output) if known else None
                 members.append(PlainNetwork(model, plain, choice))
-                made_with.append(None)
             else:
                 kind, chosen = _chosen_head(posterior, head, options)
                 members.append(kind(model, posterior, **chosen))
-                made_with.append((kind.head, chosen))
-    return EnsemblePredictor(members, made_with)
+    return EnsemblePredictor(members, (head, options))
+
+
+def ensemble_of(stored: StoredEnsemble) -> EnsemblePredictor:
+    """The predictor of several networks, as it was saved."""
+    options: dict[str, Any] = {**stored.options, "likelihood": stored.likelihood}
+    predictor = _wrapped_list([*stored.models], [*stored.posteriors], stored.head, options)
+    if stored.temperature != 1.0:
+        predictor = predictor.at_temperature(stored.temperature)
+    return predictor.with_promises(stored.promises)
 
 
 def _likelihood_of_plain(known: Sequence[Posterior], given: str | Likelihood | None) -> Likelihood:

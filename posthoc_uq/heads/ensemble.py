@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.registry import shown_names
 from posthoc_uq.core.steady import steady
+from posthoc_uq.files.ensembles import StoredEnsemble
 from posthoc_uq.heads.predictor import Predictor, check_finite, promise_keys
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.likelihoods.conformal import ConformalScores
@@ -35,6 +37,7 @@ from posthoc_uq.likelihoods.mixture import mixture
 from posthoc_uq.likelihoods.prediction import Prediction, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import Posterior
+from posthoc_uq.posteriors.history import recordable
 
 
 class PlainNetwork:
@@ -50,7 +53,7 @@ class PlainNetwork:
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, choice: OutputChoice | None) -> None:
         check_usable(unwrap(model))
-        self.model, self.observation = model, likelihood
+        self.model, self.observation, self.temperature = model, likelihood, 1.0
         twin = replicate(model)
         self._network = twin if choice is None or chosen_in(twin) is not None else with_choice(twin, choice)
         self._watch = WeightWatch(model)
@@ -72,13 +75,24 @@ class PlainNetwork:
             NonFiniteError: an input's prediction is not finite.
             PosteriorMismatchError: the model's weights changed after the predictor was made.
         """
+        outputs = self.distribution(batch)
+        prediction = self.prediction_of(outputs)
+        check_finite(prediction.numbers(), "prediction", "ensemble", lambda: outputs)
+        return attending(prediction, batch)
+
+    def distribution(self, batch: Batch) -> Tensor:
+        """The outputs, ``(batch, ...)``."""
         marks = self._watch.check()
         with torch.no_grad(), isolated_random_state():
             outputs = batch.outputs_of(output_tensor(batch.copied().call_any(self._network)))
         self._watch.check_since(marks)
-        prediction = self.observation.from_draws(outputs.unsqueeze(0))
-        check_finite(prediction.numbers(), "prediction", "ensemble", lambda: outputs)
-        return attending(prediction, batch)
+        return outputs
+
+    def prediction_of(self, outputs: Tensor, factor: float = 1.0) -> Prediction:
+        """The prediction of these outputs, at a factor times the temperature."""
+        if self.observation.logits:
+            outputs = outputs / (self.temperature * factor)
+        return self.observation.from_draws(outputs.unsqueeze(0))
 
     def _apply(self, fn: Any) -> None:
         """Move, or change the precision of, what predicts."""
@@ -96,15 +110,16 @@ class EnsemblePredictor(nn.Module):
 
     Args:
         members: predictors, or networks without a posterior.
-        made_with: for each the name of the head, and its options; None without a posterior.
+        asked: the head and its options, as they were given to `wrap`.
+        temperature: divides the logits of every network, beside its own.
         promises: the held-out scores of the mixture.
     """
 
     head: ClassVar[str] = "ensemble"
     _hidden: ClassVar[tuple[str, ...]] = (
+        *("at_temperature", "distribution", "fast_predictions", "stored", "with_promises"),
         "forward",
         "identity",
-        "made_with",
         "observation",
         "output_choice",
         "training",
@@ -113,18 +128,38 @@ class EnsemblePredictor(nn.Module):
     def __init__(
         self,
         members: Sequence[Predictor | PlainNetwork],
-        made_with: Sequence[tuple[str, Mapping[str, Any]] | None],
+        asked: tuple[str | None, Mapping[str, Any]] = (None, {}),
+        temperature: float = 1.0,
         promises: ConformalScores | None = None,
     ) -> None:
         super().__init__()
         # tuples hide them from `nn.Module`
-        self._members, self.made_with, self._promises = tuple(members), tuple(made_with), promises
+        self._given, self._asked, self._promises = tuple(members), asked, promises
+        self.temperature = temperature
+        self._members = tuple(_tempered(member, temperature) for member in self._given)
 
-    def with_promises(self, promises: ConformalScores) -> EnsemblePredictor:
+    def with_promises(self, promises: ConformalScores | None) -> EnsemblePredictor:
         """The same predictor with other held-out scores."""
         other = copy.copy(self)
         other._promises = promises
         return other
+
+    def stored(self) -> StoredEnsemble:
+        """What `posthoc_uq.save` writes.
+
+        Raises:
+            PosthocUQError: an option of its heads is no plain value.
+        """
+        head, options = self._asked
+        if lost := sorted(options.keys() - recordable(options).keys()):
+            raise PosthocUQError(
+                f"The option {lost[0]} of this predictor's heads is no plain value, which files hold."
+            )
+        plain = [member.observation for member in self._given if isinstance(member, PlainNetwork)]
+        likelihood = plain[0] if plain else self.observation
+        return StoredEnsemble(
+            self.models, self.posteriors, likelihood, self.temperature, head, options, self._promises
+        )
 
     def __dir__(self) -> list[str]:
         return [*shown_names(self, EnsemblePredictor), "to"]
@@ -135,6 +170,7 @@ class EnsemblePredictor(nn.Module):
 
     def __repr__(self) -> str:
         plain = self.posteriors.count(None)
+        tempered = "" if self.temperature == 1.0 else f", temperature {self.temperature:.4g}"
         without = f", {plain} of them without a posterior" if plain else ""
         promised = (
             "" if self._promises is None else f"; promises from {self._promises.samples:,} held-out samples"
@@ -142,23 +178,23 @@ class EnsemblePredictor(nn.Module):
         kinds = sorted({type(unwrap(model)).__name__ for model in self.models})
         return (
             f"EnsemblePredictor: {len(self)} networks ({', '.join(kinds)}){without}, likelihood "
-            f"{self.observation.name!r}{promised}"
+            f"{self.observation.name!r}{tempered}{promised}"
         )
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The networks."""
-        return tuple(member.model for member in self._members)
+        return tuple(member.model for member in self._given)
 
     @property
     def posteriors(self) -> tuple[Posterior | None, ...]:
         """Of each network; None where it has none."""
-        return tuple(member.posterior for member in self._members)
+        return tuple(member.posterior for member in self._given)
 
     @property
     def predictors(self) -> tuple[Predictor | PlainNetwork, ...]:
-        """Of each network by itself."""
-        return self._members
+        """Of each network by itself, at its own temperature."""
+        return self._given
 
     @property
     def promises(self) -> ConformalScores | None:
@@ -213,6 +249,30 @@ class EnsemblePredictor(nn.Module):
             keys = promise_keys(batch, len(found), self._promises.seed).to(device)
         return found.changed(promises=self._promises, sample_keys=keys)
 
+    def distribution(self, batch: Batch) -> list[Any]:
+        """The distributions of each network's outputs for a batch."""
+        return [member.distribution(_on(batch, member.device)) for member in self._members]
+
+    def fast_predictions(
+        self, distribution: list[Any], temperatures: Sequence[float]
+    ) -> Iterator[tuple[int, Prediction]]:
+        """See `Predictor`, with few draws: the mixtures of these distributions, each network's temperature times a
+        factor.
+        """
+        for factor in temperatures:
+            parts = list[Prediction]()
+            for member, own in zip(self._members, distribution, strict=True):
+                if isinstance(member, PlainNetwork):
+                    parts.append(member.prediction_of(own, factor))
+                else:
+                    temperature = factor * member.posterior.temperature
+                    parts += [part for _, part in member.fast_predictions(own, [temperature])]
+            yield 1, mixture([part.to("cpu") for part in parts])
+
+    def at_temperature(self, temperature: float) -> EnsemblePredictor:
+        """The same predictor at a temperature of the mixture, and without promises."""
+        return EnsemblePredictor(self._given, self._asked, temperature)
+
     def novelty(self, *args: Any, **options: Any) -> Tensor:
         """How unlike the training data each input is, ``(samples,)`` in (0, 1]: the mean of `Predictor.novelty`, whose
         arguments it takes, over the networks with a posterior.
@@ -256,8 +316,9 @@ class EnsemblePredictor(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> EnsemblePredictor:
         """Move, or change the precision of, what predicts."""
-        for member in self._members:
+        for member in self._given:
             member._apply(fn)  # pyright: ignore[reportPrivateUsage]
+        self._members = tuple(_tempered(member, self.temperature) for member in self._given)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +333,19 @@ class EnsemblePredictor(nn.Module):
     def train(self, mode: bool = True) -> EnsemblePredictor:
         """Does nothing: predictors stay in eval mode."""
         return super().train(False)
+
+
+def _tempered(member: Predictor | PlainNetwork, factor: float) -> Predictor | PlainNetwork:
+    """A network's predictor at a factor times its temperature."""
+    if factor == 1.0:
+        return member
+    if isinstance(member, PlainNetwork):
+        other = copy.copy(member)
+        other.temperature = factor
+        return other
+    posterior = member.posterior
+    settings = replace(posterior.settings, temperature=factor * posterior.temperature)
+    return member.with_posterior(posterior.at(settings))
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
