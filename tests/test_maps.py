@@ -225,3 +225,143 @@ def test_promises_by_position_and_by_image(tmp_path: Path) -> None:
         prediction.interval(0.9, by="pixel")
     with pytest.raises(uq.PosthocUQError, match="jointly=True is for values without positions"):
         uq.calibrate(posterior, held_out, jointly=True, progress=False)
+
+
+# Other likelihoods at positions
+
+
+OTHERS = {
+    "heteroscedastic": (uq.Heteroscedastic, 2),
+    "poisson": (uq.Poisson, 2),
+    "negative_binomial": (uq.NegativeBinomial, 2),
+    "gamma": (uq.Gamma, 2),
+    "binary": (uq.Bernoulli, 1),
+    "multilabel": (uq.Multilabel, 2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dim", [1, -1])
+def test_maps_are_rows(name: str, dim: int, tmp_path: Path) -> None:
+    """Fisher, log-likelihood and predictions of maps are those of their positions as samples of the same likelihood."""
+    torch.manual_seed(1)
+    kind, outputs = OTHERS[name]
+    plain, likelihood = kind(missing="ignore"), kind(channel_dim=dim, missing="ignore")
+    layer = nn.Linear(3, outputs).double()
+    conv = nn.Conv2d(3, outputs, 1).double()
+    conv.weight.data, conv.bias.data = layer.weight.data[:, :, None, None], layer.bias.data
+    model = (conv if dim == 1 else layer).eval()
+    x = torch.randn(5, 2, 2, 3, dtype=torch.float64)
+    rows = x.reshape(-1, 3)
+    keys = torch.arange(20)
+    with torch.no_grad():
+        y = plain.draw(layer(rows), keys, 0).double().reshape(20, -1)
+    y[2] = y[17, 0] = math.nan
+    whole = y.reshape(5, 2, 2, -1)
+    x, whole = (each.movedim(-1, dim) for each in (x, whole))
+    options = {"fisher": "exact", "prior_precision": TAU, "progress": False, "dtype": torch.float64}
+    of_rows = uq.fit(layer, [(rows, y)], "full", likelihood=plain, **options)
+    found = uq.fit(model, [(x, whole)], "full", likelihood=likelihood, **options)
+    fishers = [next(iter(each.blocks.values())).fisher * each.evidence.total for each in (found, of_rows)]
+    torch.testing.assert_close(fishers[0], fishers[1], rtol=1e-9, atol=1e-12)
+    assert found.evidence.log_likelihood == pytest.approx(of_rows.evidence.log_likelihood, rel=1e-10)
+    assert found.features is not None and found.features.samples == int((~y.isnan().all(1)).sum())
+    uq.save(found, tmp_path / "map.h5")
+    loaded = uq.load(tmp_path / "map.h5", model)
+    assert loaded.likelihood.attributes() == likelihood.attributes()
+    prediction, alone = uq.wrap(model, loaded)(x), uq.wrap(layer, of_rows)(rows)
+    assert prediction.positions == (2, 2) and prediction.novelty().shape == (5, 2, 2)
+    for field, value in alone.to_dict().items():
+        if field not in ("novelty", "outputs") and value.ndim == 2:
+            own = prediction.to_dict()[field].movedim(dim, -1).reshape(20, -1)
+            torch.testing.assert_close(own, value.to(own), rtol=1e-8, atol=1e-10)
+    for score, values in prediction.scores_by_position().items():
+        if score != "novelty":
+            torch.testing.assert_close(values.flatten(), alone.scores()[score], rtol=1e-8, atol=1e-10)
+    there = ~y.isnan().all(1)
+    known = alone.picked(there)
+    if kind.joint:  # of rows alone the draws of the outputs have their covariance
+        return
+    logs = torch.zeros(20, dtype=torch.float64).masked_scatter(there, known.log_prob(y[there]))
+    torch.testing.assert_close(prediction.log_prob(whole), logs.reshape(5, 4).sum(1), rtol=1e-8, atol=1e-10)
+    measured, truth = prediction.quality(whole), known.quality(known.fitting(y[there]))
+    assert measured.keys() == truth.keys()
+    assert all(measured[n] == pytest.approx(truth[n], rel=1e-8, nan_ok=True) for n in truth)
+
+
+def test_missing_values_of_a_map() -> None:
+    """Noise, Fisher and evidence leave out what is NaN, value by value and position by position; so do promises."""
+    own = case("map")
+    y = own.y.clone()
+    y[0, :, 0, 1] = y[2] = y[4, 1] = math.nan
+    loader = list(zip(own.x.split(2), y.split(2), strict=True))
+    found = fit(own, likelihood=uq.Gaussian(missing="ignore"), loader=loader, fisher="exact")
+    residuals = own.rows(y - own.model(own.x)).detach()
+    noise = residuals.square().nanmean((0, 1))
+    torch.testing.assert_close(found.noise_variance, noise)
+    there = (~residuals.isnan()).double()
+    jacobian = own.jacobian()[[0, 1, 3, 4, 5]]  # a sample without any is left out
+    truth = torch.einsum("ntcw,ntc,c,ntcv->wv", jacobian, there[[0, 1, 3, 4, 5]], 1 / noise, jacobian)
+    block = next(iter(found.blocks.values()))
+    torch.testing.assert_close(block.fisher * found.evidence.total, truth, rtol=1e-9, atol=1e-12)
+    logs = -0.5 * (residuals.square() / noise + (2 * math.pi * noise).log())
+    assert found.evidence.log_likelihood == pytest.approx(float(logs.nansum()), rel=1e-10)
+    assert found.evidence.present == float(there.sum())
+    prediction = uq.wrap(own.model, found)(own.x)
+    total = own.rows(prediction.variance)
+    truth = -0.5 * (residuals.square() / total + (2 * math.pi * total).log())
+    torch.testing.assert_close(prediction.log_prob(y), truth.nansum((1, 2)))
+    squares = residuals.square().nanmean((1, 2)).nan_to_num(0.0)
+    assert float(prediction.losses(y)[2]) == 0 and prediction.quality(y)["RMSE"] == pytest.approx(
+        float(residuals.square().nanmean().sqrt())
+    )
+    torch.testing.assert_close(prediction.losses(y)[[1, 3, 5]], squares[[1, 3, 5]])
+    with pytest.raises(uq.PosthocUQError, match="missing='ignore'"):
+        fit(own, likelihood="regression", loader=loader)
+
+
+@pytest.mark.parametrize("said_by", ["NaN", "weights"])
+def test_promises_leave_out_positions(said_by: str) -> None:
+    """Held-out positions that do not count change nothing, whatever they hold."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 1, 1).double().eval()
+    x = torch.randn(60, 1, 4, 4, dtype=torch.float64)
+    y = model(x).detach() + torch.randn(60, 1, 4, 4, dtype=torch.float64)
+    likelihood = uq.Gaussian(1.0, missing="ignore" if said_by == "NaN" else "error")
+    posterior = uq.fit(model, [(x[:20], y[:20])], "full", likelihood=likelihood, progress=False)
+    left, options = x[20:], {"share": None, "progress": False}
+    half = uq.calibrate(posterior, [(left[..., :2], y[20:, ..., :2])], **options)
+    marked, weights = y[20:].clone(), torch.ones(40, 4, 4)
+    marked[..., 2:], weights[..., 2:] = math.nan if said_by == "NaN" else 1e6, 0
+    if said_by == "weights":
+        options["batch_to_weights"] = lambda batch: batch[2]
+    found = uq.calibrate(posterior, [(left, marked, weights)[: 3 if said_by == "weights" else 2]], **options)
+    one, other = half.history.promises, found.history.promises
+    assert one is not None and other is not None and one.targets is not None and other.targets is not None
+    for mine, truth in zip(other.targets.scores, one.targets.scores, strict=True):
+        # noise scales differ by rounding alone
+        torch.testing.assert_close(mine.values, truth.values, rtol=1e-6, atol=1e-9)
+
+
+def test_labels_at_positions() -> None:
+    """Sets of labels keep their promise for each label; of one logit a position they are those of two classes."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 2, 1).double().eval()
+    model.weight.data = torch.tensor([2.0, -1.5], dtype=torch.float64).reshape(2, 1, 1, 1)
+    x = torch.randn(500, 1, 3, 3, dtype=torch.float64)
+    y = (torch.rand(500, 2, 3, 3).double() < model(x).sigmoid().detach()).double()
+    posterior = uq.fit(model, [(x[:50], y[:50])], "kfac", likelihood="multilabel", progress=False)
+    posterior = uq.calibrate(posterior, [(x[50:250], y[50:250])], progress=False)
+    prediction = uq.wrap(model, posterior)(x[250:])
+    chosen, has = prediction.set(0.8), y[250:] == 1
+    shares = (chosen & has).sum((2, 3)) / has.sum((2, 3))
+    assert float((shares.nanmean(0) - 0.8).abs().max()) < 0.06
+    assert bool((prediction.set(0.8, by="image") >= chosen).all())
+    assert prediction.probs.shape == (250, 2, 3, 3) and prediction.entropy().shape == (250, 3, 3)
+    first = nn.Conv2d(1, 1, 1).double().eval()
+    posterior = uq.fit(first, [(x[:50], y[:50, :1])], "kfac", likelihood="binary", progress=False)
+    posterior = uq.calibrate(posterior, [(x[50:250], y[50:250, :1])], progress=False)
+    prediction = uq.wrap(first, posterior)(x[250:])
+    assert prediction.probs.shape == (250, 2, 3, 3) and prediction.logits_mean.shape == (250, 1, 3, 3)
+    found = uq.evaluate(uq.wrap(first, posterior), [(x[250:], y[250:, :1])], progress=False)
+    assert next(iter(found.promised.values()))["observed coverage of 90 %"] > 0.8

@@ -177,15 +177,16 @@ class _PerPosition(nn.Module):
         return torch.stack([0 * z, z], 1) if self.two else z
 
 
-def test_binary_positions_become_two_classes() -> None:
+def test_binary_positions_are_two_classes() -> None:
     targets = (inputs() > 0).long()
     model, two = _PerPosition(two=False), _PerPosition(two=True)
     refused(
-        r"two classes: .*'classification', output=lambda z: torch.stack\(\[torch.zeros_like\(z\), z\], 1\)",
+        r"as its labels do, by output=lambda z: z.unsqueeze\(1\)",
         lambda: fit(model, [(inputs(), targets)], likelihood="binary"),
     )
     two.load_state_dict(model.state_dict())
-    posterior = fit(model, [(inputs(), targets)], output=lambda z: torch.stack([torch.zeros_like(z), z], 1))
+    loader = [(inputs(), targets.unsqueeze(1))]
+    posterior = fit(model, loader, likelihood="binary", output=lambda z: z.unsqueeze(1))
     prediction = cast(Any, uq.wrap(model, posterior)(inputs()))
     assert prediction.entropy().shape == targets.shape
     expected = cast(Any, uq.wrap(two, fit(two, [(inputs(), targets)]))(inputs()))
@@ -200,7 +201,7 @@ def test_classes_that_could_be_in_two_dimensions_are_said() -> None:
     ):
         fit(model, [(inputs_, labels)], likelihood="classification")
     refused(
-        r"have one class. One logit of each position .* output=lambda z",
+        r"have one class. One logit of each position is likelihood='binary'",
         lambda: fit(
             nn.Conv2d(3, 1, 1),
             [(torch.randn(4, 3, 5, 5), torch.ones(4, 5, 5).long())],

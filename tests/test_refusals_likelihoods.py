@@ -113,7 +113,12 @@ ROWS = {
     "a count below 0": Row(
         lambda: check(uq.Poisson(), (4, 1), torch.tensor([0, 1, -1, 2])), "these run from -1 to 2"),
     "counts of one output": Row(lambda: check(uq.Poisson(), (4, 2), torch.zeros(4)), "do not fit outputs"),
-    "outputs of three dimensions": Row(lambda: check(uq.Poisson(), (4, 2, 2)), "logarithms of means"),
+    "counts of another shape than the map": Row(
+        lambda: check(uq.Poisson(), (4, 1, 2), torch.zeros(4, 2)), r"y.unsqueeze\(1\)"),
+    "values of channels that come last": Row(
+        lambda: check(uq.Gaussian(), (4, 5, 2), torch.zeros(4, 2, 5)), "channel_dim=-1"),
+    "another dimension of channels": Row(lambda: uq.Multilabel(channel_dim=2), "channel_dim must be"),
+    "several logits of one label": Row(lambda: check(uq.Bernoulli(), (4, 2, 5)), r"z.unsqueeze\(1\)"),
     "a gamma of 0": Row(lambda: check(uq.Gamma(), (4, 1), torch.zeros(4)), "finite numbers above 0"),
     "half of the outputs": Row(
         lambda: check(uq.Heteroscedastic(), (4, 3)), "all means and after them the logarithms"),

@@ -270,6 +270,10 @@ def calibrated(
     options: dict[str, Any],
 ) -> Posterior:
     """`calibrate`, once its arguments are checked."""
+    likelihood = posterior.likelihood
+    # values of weight 0 are NaN from here on
+    if reader.batch_to_weights is not None and likelihood.missing == "error":
+        posterior = posterior.replaced(likelihood=likelihood.ignoring_missing())
     data = _HeldOut(loader, reader, posterior.likelihood, seed, joins=not backward_dominates(posterior))
     through = recorded_head(posterior)[0] if head is None else head
     head_class(through)  # refuses another name
@@ -339,7 +343,9 @@ def calibrated(
         if weights is not None and class_rates is not None and measured.samples < _FEW:
             _warn_of_few(measured, weights, class_rates, by_class)
         promising = with_rare_classes(tuned.noted(promises=measured), rare)
-        if retuning is None or measured.kind == "positions":
+        if promising.likelihood is not likelihood:
+            promising = promising.replaced(likelihood=likelihood)
+        if retuning is None or measured.counted is not None:  # outputs with positions
             return promising
         return _retuned(promising, measured, retuning, scaling or "auto", weights)
 

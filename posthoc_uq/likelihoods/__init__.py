@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from posthoc_uq.likelihoods.joint import Joint, JointPrediction
     from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
-    from posthoc_uq.likelihoods.maps import MapPrediction
+    from posthoc_uq.likelihoods.maps import DrawnMapPrediction, LabelMapPrediction, MapPrediction
     from posthoc_uq.likelihoods.mixture import GaussianMixturePrediction
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
     from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
@@ -38,6 +38,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
+    "DrawnMapPrediction",
     "DrawnPrediction",
     "Fisher",
     "Gamma",
@@ -47,6 +48,7 @@ __all__ = [
     "HeteroscedasticPrediction",
     "Joint",
     "JointPrediction",
+    "LabelMapPrediction",
     "Likelihood",
     "MapPrediction",
     "Multilabel",
@@ -82,7 +84,7 @@ OFFERED = {
     "mixture": "GaussianMixturePrediction",
     "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",
     # predictions, and what an exported program gives of them
-    "maps": "MapPrediction",
+    "maps": "DrawnMapPrediction LabelMapPrediction MapPrediction",
     "positions": "PositionPrediction sequence_scores",
     "prediction": (
         "ClassTensors Prediction PromisedClassTensors PromisedValueTensors RankedClassTensors RankedValueTensors "

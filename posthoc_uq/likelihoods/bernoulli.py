@@ -30,31 +30,33 @@ from posthoc_uq.likelihoods.class_prediction import (
 )
 from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
-from posthoc_uq.likelihoods.labels import NOT_SHARES, are_whole, refuse_soft, soft_log_prob
+from posthoc_uq.likelihoods.labels import NOT_SHARES, BinaryLayout, are_whole, refuse_soft, soft_log_prob
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
+from posthoc_uq.likelihoods.positions import AtPositions, ChannelFields, Channelled, PositionPrediction
 from posthoc_uq.likelihoods.prediction import Missing, OnDemand
 
 
-class LabelFields(Record):
-    """What NaN among the labels is."""
+class _Labels(Channelled, ABC):
+    """Independent labels 0 and 1, each of one logit. With positions, such as pixels, outputs and labels are ``(samples,
+    labels, *positions)``, or ``(samples, *positions, labels)`` with ``channel_dim=-1``.
+    """
 
-    missing: Missing = "error"
-
-
-class _Labels(Likelihood, ABC):
-    """Independent labels 0 and 1, each of one logit."""
-
-    fields: ClassVar[type[Record]] = LabelFields
+    fields: ClassVar[type[Record]] = ChannelFields
     logits: ClassVar[bool] = True
     class_logits: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     links: ClassVar[tuple[str, ...]] = LINKS
 
-    def __init__(self, *, missing: Missing = "error") -> None:
+    def __init__(self, *, channel_dim: int = 1, missing: Missing = "error") -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
 
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw, outputs[0].numel()).reshape(outputs.shape)
+        return (u < at_least_float32(outputs).sigmoid()).long()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = self.reshape_targets(outputs, targets)
@@ -77,7 +79,13 @@ class _Labels(Likelihood, ABC):
         """The outputs come out of a sigmoid."""
         return last_function(outputs).startswith("Sigmoid")
 
-    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+    def entropy(self, outputs: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is None:
+            return super().entropy(outputs)
+        return super().entropy(layout.rows(outputs)).reshape(len(outputs), -1).mean(1)
+
+    def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """In closed form; the mean over labels, so that a budget does not depend on their number."""
         logits = at_least_float32(outputs)
         logits = logits.flatten(1) if logits.ndim > 1 else logits.unsqueeze(1)
@@ -85,36 +93,36 @@ class _Labels(Likelihood, ABC):
         return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
 
 
-def _as_two_classes(outputs: Tensor) -> str:
-    """What makes the logits of two classes of one logit a position."""
-    join = "cat" if outputs.ndim > 2 and outputs.shape[1] == 1 else "stack"
-    return f"torch.{join}([torch.zeros_like(z), z], 1)"
-
-
 class Bernoulli(_Labels):
     """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape, or
-    probabilities of 1.
+    probabilities of 1; of each pixel or token both are ``(samples, 1, *positions)``. Predictions have the two classes.
+
+    Args:
+        channel_dim: the dimension of 1 where outputs have positions, 1 or -1.
+        missing: ``"ignore"`` leaves out labels that are NaN.
     """
 
     name = "binary"
     _at_nodes = Likelihood._at_draws  # quasi-random draws, as for several classes
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        if outputs.numel() != outputs.shape[0]:
-            several = "; several labels a sample are likelihood='multilabel'" if outputs.ndim == 2 else ""
+        if outputs.ndim > 1 and outputs.shape[self.channel_axis(outputs)] != 1:
             raise PosthocUQError(
-                f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
-                f"{tuple(outputs.shape)}. One logit of each of several positions is fitted as two classes: "
-                f"likelihood='classification', output=lambda z: {_as_two_classes(outputs)}"
-                f"{several}."
+                f"likelihood='binary' needs outputs of shape (samples,), (samples, 1) or (samples, 1, *positions), and "
+                f"the model gives {tuple(outputs.shape)}. Several labels a sample are likelihood='multilabel'; one "
+                f"logit of each position gets its dimension of 1, as its labels do, by output=lambda z: "
+                f"z.unsqueeze({self.channel_dim})."
             )
-        if targets is not None and targets.numel() != outputs.shape[0]:
+        self.check_positions(outputs, targets)
+        if targets is not None and targets.numel() != outputs.numel():
             raise PosthocUQError(
                 f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
             )
         yield from super().faults(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        if outputs.ndim > 2:
+            return super().draw(outputs, keys, draw)
         u = self.uniforms(outputs, keys, draw).squeeze(1)
         return (u < at_least_float32(outputs).sigmoid().flatten()).long()
 
@@ -126,23 +134,27 @@ class Bernoulli(_Labels):
             at_least_float32(mean) * (1 + pi / 8 * at_least_float32(variance)).rsqrt(), targets
         )
 
-    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return targets.reshape(len(outputs), 1)
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return None if outputs.ndim > 2 else targets.reshape(len(outputs), 1)
 
     def classes(self, outputs: int) -> int:
         return 2
 
     def predicted_class(self, outputs: Tensor) -> Tensor:
-        return (outputs.reshape(outputs.shape[0]) > 0).long()
+        """The class of every sample, or of every position, ``(samples * positions,)``."""
+        return (outputs.flatten() > 0).long()
 
-    def top_probability(self, outputs: Tensor) -> Tensor:
-        return at_least_float32(outputs).reshape(-1).abs().sigmoid()
+    def top_probability(self, outputs: Tensor) -> Tensor | None:
+        return at_least_float32(outputs).reshape(-1).abs().sigmoid() if outputs.ndim < 3 else None
 
-    def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
+    def rows_from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
         return classes_of_draws(blocks, binary=True)
 
-    def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
         return classes_of_gaussian(outputs, binary=True)
+
+    def at_positions(self, rows: Any, positions: tuple[int, ...]) -> PositionPrediction:
+        return PositionPrediction(rows, positions, BinaryLayout(self.channel_dim), missing=self.missing)
 
 
 class Multilabel(_Labels):
@@ -155,12 +167,18 @@ class Multilabel(_Labels):
 
     name = "multilabel"
 
+    def at_positions(self, rows: Any, positions: tuple[int, ...]) -> AtPositions:
+        from posthoc_uq.likelihoods.maps import LabelMapPrediction
+
+        return LabelMapPrediction(rows, positions, self.layout, missing=self.missing)
+
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        if outputs.ndim != 2:
+        if outputs.ndim < 2:
             raise PosthocUQError(
                 f"likelihood='multilabel' needs outputs of shape (samples, labels), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
+        self.check_positions(outputs, targets)
         if targets is not None and targets.shape != outputs.shape:
             raise PosthocUQError(
                 f"Labels must be 0 or 1 for each of {outputs.shape[1]} labels, shaped {tuple(outputs.shape)} like the "
@@ -168,11 +186,7 @@ class Multilabel(_Labels):
             )
         yield from super().faults(outputs, targets)
 
-    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        u = self.uniforms(outputs, keys, draw, outputs.shape[1])
-        return (u < at_least_float32(outputs).sigmoid()).long()
-
-    def from_blocks(self, blocks: Iterable[Tensor]) -> MultilabelPrediction:
+    def rows_from_blocks(self, blocks: Iterable[Tensor]) -> MultilabelPrediction:
         labels = 1
 
         def rows() -> Iterator[Tensor]:
@@ -185,7 +199,7 @@ class Multilabel(_Labels):
 
         return MultilabelPrediction.of_pairs(classes_of_draws(rows(), binary=True), labels, self.missing)
 
-    def from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
         """Every label by itself."""
         flat = outputs._replace(mean=outputs.mean.reshape(-1), variance=outputs.variance.reshape(-1))
         binary, labels = classes_of_gaussian(flat, binary=True), outputs.mean.shape[1]

@@ -425,8 +425,8 @@ class HeldOutTargets(Record):
         shares, by_input = self.shares, self.by_input
         if (shares is not None) != (self.kind in ("positions", "quantiles") or by_input is not None):
             raise ValueError("must have shares if its scores are of positions or quantiles, and only then")
-        if by_input is not None and self.kind not in ("deviation", "cdf"):
-            raise ValueError("must have scores by input of values alone")
+        if by_input is not None and self.kind not in ("deviation", "cdf", "label"):
+            raise ValueError("must have scores by input of values or labels alone")
         if shares is None:
             return self
         found = len(self.scores) if by_input is None else len(by_input) / len(self.scores)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from math import lgamma, log
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,26 +14,21 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
-from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults
+from posthoc_uq.likelihoods.positions import AtPositions, ChannelFields, Channelled
 from posthoc_uq.likelihoods.prediction import Missing
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
 _LARGEST_MEAN = 1e15  # up to which targets are drawn: above it float64 does not hold all whole numbers
 
 
-class CountFields(Record):
-    """What NaN among the targets is."""
-
-    missing: Missing = "error"
-
-
-class LogMean(Likelihood, ABC):
+class LogMean(Channelled, ABC):
     """Outputs ``f``, ``(samples,)`` or ``(samples, outputs)``, are logarithms of means ``mu = exp f``; targets have the
-    variance ``V(mu) = a mu + b mu^2`` and are independent given the outputs.
+    variance ``V(mu) = a mu + b mu^2`` and are independent given the outputs. With positions, such as counts in the
+    cells of a map, outputs and targets are ``(samples, channels, *positions)``; see `channel_dim` of `Gaussian`.
 
     The densities are exponential families with a fixed dispersion, so that the gradient of ``-log p`` by an output is
     ``(mu - y) mu / V(mu)``, and the Fisher ``mu^2 / V(mu)`` (McCullagh, Nelder, "Generalized Linear Models", 1989).
@@ -44,7 +39,7 @@ class LogMean(Likelihood, ABC):
     """
 
     counts: ClassVar[bool] = True
-    fields: ClassVar[type[Record]] = CountFields
+    fields: ClassVar[type[Record]] = ChannelFields
     _variance_terms: tuple[float, float] = (1.0, 0.0)  # a and b
 
     @abstractmethod
@@ -52,11 +47,7 @@ class LogMean(Likelihood, ABC):
         """The smallest target whose `cdf` is at least `u`; all float64, of one shape."""
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
-        if outputs.ndim not in (1, 2):
-            raise PosthocUQError(
-                f"likelihood={self.name!r} needs outputs of shape (samples,) or (samples, outputs), logarithms of "
-                f"means, and the model gives {tuple(outputs.shape)}."
-            )
+        self.check_positions(outputs, targets)
         yield from super().faults(outputs, targets)
         if targets is None:
             return
@@ -71,6 +62,11 @@ class LogMean(Likelihood, ABC):
                 f"{float(targets.max()):g}."
             ),
         )
+
+    def at_positions(self, rows: Any, positions: tuple[int, ...]) -> AtPositions:
+        from posthoc_uq.likelihoods.maps import DrawnMapPrediction
+
+        return DrawnMapPrediction(rows, positions, self.layout, missing=self.missing)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""
@@ -111,15 +107,15 @@ class LogMean(Likelihood, ABC):
         )
         return {"mean deviance": float(deviance)}
 
-    def divergence(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
+    def divergence_of_rows(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
         """By drawn targets; the mean over outputs."""
         return self.drawn_divergence(outputs, prediction) / outputs[0].numel()
 
-    def from_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
+    def rows_from_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
         """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
         all else by quasi-random draws of the outputs.
         """
-        drawn, mean, variance = super().from_gaussian(outputs), outputs.mean, outputs.variance
+        drawn, mean, variance = super().rows_from_gaussian(outputs), outputs.mean, outputs.variance
         assert isinstance(drawn, DrawnPrediction)
         a, b = self._variance_terms
         rate = (mean + variance / 2).exp()
@@ -159,7 +155,8 @@ class Poisson(LogMean):
 
     name = "poisson"
 
-    def __init__(self, *, missing: Missing = "error") -> None:
+    def __init__(self, *, channel_dim: int = 1, missing: Missing = "error") -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
 
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -189,7 +186,7 @@ def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
 Dispersion = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
-class NegativeBinomialFields(CountFields):
+class NegativeBinomialFields(ChannelFields):
     """The dispersion."""
 
     dispersion: Dispersion
@@ -207,7 +204,8 @@ class NegativeBinomial(LogMean):
     name = "negative_binomial"
     fields: ClassVar[type[Record]] = NegativeBinomialFields
 
-    def __init__(self, dispersion: float = 1.0, *, missing: Missing = "error") -> None:
+    def __init__(self, dispersion: float = 1.0, *, channel_dim: int = 1, missing: Missing = "error") -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
         self.dispersion = check_option("dispersion", dispersion, Dispersion)
         self._variance_terms = 1.0, self.dispersion
@@ -217,7 +215,7 @@ class NegativeBinomial(LogMean):
         if factor == 1.0:
             return self
         dispersion = min(max(self.dispersion * factor, _SMALLEST), _LARGEST)
-        return NegativeBinomial(dispersion, missing=self.missing)
+        return NegativeBinomial(dispersion, channel_dim=self.channel_dim, missing=self.missing)
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
@@ -259,7 +257,7 @@ class NegativeBinomial(LogMean):
 ShapeParameter = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
-class GammaFields(CountFields):
+class GammaFields(ChannelFields):
     """The shape."""
 
     shape: ShapeParameter
@@ -278,7 +276,8 @@ class Gamma(LogMean):
     counts: ClassVar[bool] = False
     fields: ClassVar[type[Record]] = GammaFields
 
-    def __init__(self, shape: float = 1.0, *, missing: Missing = "error") -> None:
+    def __init__(self, shape: float = 1.0, *, channel_dim: int = 1, missing: Missing = "error") -> None:
+        self._set_channel_dim(channel_dim)
         self._take_missing(missing)
         self.shape = check_option("shape", shape, ShapeParameter)
         self._variance_terms = 0.0, 1 / self.shape
@@ -287,7 +286,8 @@ class Gamma(LogMean):
         """With `factor` times the dispersion, which is the inverse of the shape."""
         if factor == 1.0:
             return self
-        return Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST), missing=self.missing)
+        shape = min(max(self.shape / factor, _SMALLEST), _LARGEST)
+        return Gamma(shape, channel_dim=self.channel_dim, missing=self.missing)
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         ratios = as_double(self.reshape_targets(outputs, targets)) / as_double(outputs).exp()

@@ -197,9 +197,8 @@ class LabelLayout(Layout):
         shape, where = tuple(outputs.shape), f"class_dim={self.class_dim}"
         if self.class_dim == 1 and shape[1] == 1 and 0 not in shape:
             raise PosthocUQError(
-                f"Outputs of shape {shape} have one class. One logit of each position is fitted as two classes: "
-                f"output=lambda z: torch.cat([torch.zeros_like(z), z], 1), likelihood='classification'. Where the "
-                f"classes are in the last dimension: likelihood=uq.Categorical(class_dim=-1)."
+                f"Outputs of shape {shape} have one class. One logit of each position is likelihood='binary'; where "
+                f"the classes are in the last dimension, pass likelihood=uq.Categorical(class_dim=-1)."
             )
         if self.classes(outputs) < 2 or 0 in shape:
             raise PosthocUQError(
@@ -332,6 +331,10 @@ class LabelLayout(Layout):
     def without(self, targets: Tensor, ignored: Tensor) -> Tensor:
         return self.ignoring(targets, ignored)
 
+    def soft_rows(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Soft labels as rows ``(samples * positions, classes)``; None of others."""
+        return self.rows(targets) if are_soft(targets, outputs) else None
+
     def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse
         of `labels`.
@@ -339,3 +342,60 @@ class LabelLayout(Layout):
         if self.next_token:
             labels = labels.roll(1, 1)
         return labels.reshape(labels.shape[0], *positions)
+
+
+@dataclass(frozen=True)
+class BinaryLayout(LabelLayout):
+    """The layout of one logit a position, and of the two classes that come of it. Labels have the shape of the logits:
+    0, 1 or between, or NaN where one is not there.
+    """
+
+    def fits(self, outputs: Tensor, targets: Tensor) -> bool:
+        return tuple(targets.shape) == self._shape(outputs)
+
+    def _shape(self, outputs: Tensor) -> tuple[int, ...]:
+        samples, *positions = self.shape_of_labels(outputs)
+        return (samples, 1, *positions) if self.class_dim == 1 else (samples, *positions, 1)
+
+    def check_labels(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse labels of another shape.
+
+        Raises:
+            PosthocUQError: they are not shaped like the logits.
+        """
+        if not self.fits(outputs, targets):
+            raise PosthocUQError(
+                f"Labels of one logit a position must have its shape, {self._shape(outputs)}, not "
+                f"{tuple(targets.shape)}."
+            )
+
+    def fault(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return ((targets < 0) | (targets > 1)).any()
+
+    def wrong_labels(self, targets: Tensor, classes: int) -> str:
+        return NOT_SHARES.format("binary")
+
+    def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `LabelLayout`; a probability above 1/2 is the label 1."""
+        samples, positions = outputs.shape[0], prod(self.positions(outputs))
+        if targets is None:
+            labels = torch.zeros(samples, positions, dtype=torch.int64, device=outputs.device)
+            return labels, torch.ones_like(labels).bool()
+        flat = targets.to(outputs.device).reshape(samples, positions)
+        return (flat > 0.5).long(), ~flat.isnan()
+
+    def soft_rows(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        known = targets.nan_to_num(0.0) if targets.is_floating_point() else targets
+        if are_whole(known):
+            return None
+        rows = self.rows(known)
+        return torch.cat([1 - rows, rows], 1)
+
+    def counted(self, targets: Tensor) -> Tensor:
+        return Layout.counted(self, targets)
+
+    def ignoring(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        return Layout.ignoring(self, targets, ignored)
+
+    def without(self, targets: Tensor, ignored: Tensor) -> Tensor:
+        return Layout.without(self, targets, ignored)

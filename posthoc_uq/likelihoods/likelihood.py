@@ -197,6 +197,14 @@ class Likelihood:
         if (found := check_option("missing", missing, Missing)) != self.missing:
             self.missing = found  # a file holds what is not the default
 
+    def ignoring_missing(self: Self) -> Self:
+        """This likelihood with ``missing="ignore"``, or itself where it has no such option."""
+        if "missing" not in self.fields.model_fields:
+            return self
+        likelihood = copy.copy(self)
+        likelihood.missing = "ignore"
+        return likelihood
+
     def there(self, targets: Tensor) -> Tensor | None:
         """Which targets are there, booleans in their shape; None for all of them."""
         return None if self.missing == "error" else ~targets.isnan()

@@ -1,4 +1,6 @@
-"""Predictions of values at positions: maps such as depth or a denoised image, and sequences such as a forecast."""
+"""Predictions of values and of several labels at positions: maps such as depth or a denoised image, sequences such as a
+forecast.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,30 @@ from posthoc_uq.core.options import one_of
 from posthoc_uq.likelihoods.conformal import (
     FINE_SHARES,
     INTERVAL_WIDTH,
+    SET_SIZE,
     ConformalScores,
     Coverage,
     SetScore,
     TargetScores,
     applying,
     scores_of_positions,
+    without_by_class,
 )
 from posthoc_uq.likelihoods.positions import AtPositions
-from posthoc_uq.likelihoods.prediction import ValueTensors
+from posthoc_uq.likelihoods.prediction import ClassTensors, ValueTensors
 
 By = Literal["position", "image"]
 """What a promise of an interval counts: values, or images."""
+_MAX_RATED = 2**14  # positions whose intervals are of drawn values
 
 
 def _in_layout(name: str) -> Any:
     """A property of the rows' prediction, in the layout of the outputs."""
 
-    def whole(self: MapPrediction) -> Tensor:
+    def whole(self: AtPositions) -> Tensor:
         return self.whole(getattr(self.rows, name))
 
-    whole.__doc__ = f"In the layout of the outputs: the `{name}` of `RegressionPrediction`."
+    whole.__doc__ = f"In the layout of the outputs: the `{name}` of the `rows`."
     return property(whole)
 
 
@@ -139,15 +144,7 @@ class MapPrediction(AtPositions):
         found, counted = self._scores_of_rows(targets, sets)
         if found is None:
             return None
-        of_inputs = [
-            (own.reshape(len(self), -1), there.reshape(len(self), -1))
-            for own, there in zip(found.scores.unbind(1), counted.unbind(1), strict=True)
-        ]
-        quantiles = [scores_of_positions(own, there, FINE_SHARES) for own, there in of_inputs]
-        groups = [there.any(1, keepdim=True).long().expand(-1, len(FINE_SHARES)) for _, there in of_inputs]
-        return TargetScores(
-            found.kind, torch.cat(quantiles, 1), torch.cat(groups, 1), channels=len(of_inputs)
-        )
+        return _of_inputs(found, counted, len(self))
 
     def _scores_of_rows(self, targets: Tensor, sets: SetScore) -> tuple[TargetScores | None, Tensor]:
         """The scores of every value, those of ``batch * positions`` samples, and which count, ``(batch * positions,
@@ -189,3 +186,180 @@ class MapPrediction(AtPositions):
         """See `Prediction`; novelty is a map where it is known of positions."""
         novelty = self._novelty_like(self.mean.flatten(1)[:, 0])
         return ValueTensors(self.mean, self.variance, self.epistemic_variance, novelty)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DrawnMapPrediction(MapPrediction):
+    """A `MapPrediction` of values that are no Gaussian's, such as counts, from draws of the outputs; see
+    `DrawnPrediction`.
+    """
+
+    def probability(self, value: Tensor | float) -> Tensor:
+        """In the layout of the outputs: the probability of a value, as of a count; a density where values are
+        continuous.
+
+        Args:
+            value: one for all, or a tensor that broadcasts to the shape of `mean`.
+        """
+        return self.whole(self.rows.probability(self._of_rows(value)))
+
+    def cdf(self, value: Tensor | float) -> Tensor:
+        """In the layout of the outputs: the probability that each value is at most `value`; as `probability`."""
+        return self.whole(self.rows.cdf(self._of_rows(value)))
+
+    def _of_rows(self, value: Tensor | float) -> Tensor | float:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        return self.layout.rows(value.expand(self.mean.shape))
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """Those of the `rows`, of 16,384 positions at most, evenly taken, since intervals are of drawn values."""
+        rows, own = self.counted(targets)
+        step = -(-len(rows) // _MAX_RATED)
+        return rows.picked(slice(None, None, step)).quality(own[::step], bins)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelMapPrediction(AtPositions):
+    """The probability of every label at every position, and how far the weights disagree about it.
+
+    Probabilities and logits are in the layout of the outputs, ``(batch, labels, *positions)`` or ``(batch, *positions,
+    labels)``; entropy and other scores are ``(batch, *positions)``, sums over the labels as of `MultilabelPrediction`.
+
+    Attributes:
+        rows: the positions of all inputs as one `MultilabelPrediction` of ``batch * positions`` inputs.
+        positions: see `AtPositions`, as what follows.
+        layout: of the outputs and labels.
+    """
+
+    default_score: ClassVar[str] = "entropy"
+    loss_name: ClassVar[str] = "Hamming loss"
+
+    probs = _in_layout("probs")
+    logits_mean = _in_layout("logits_mean")
+    logits_variance = _in_layout("logits_variance")
+
+    @property
+    def categories(self) -> int:
+        """How many labels a position may have."""
+        return self.rows.categories
+
+    def predicted(self, threshold: float = 0.5) -> Tensor:
+        """In the layout of the outputs, boolean: the labels whose probability is above the threshold."""
+        return self.whole(self.rows.predicted(threshold))
+
+    def label_entropy(self) -> Tensor:
+        """In the layout of the outputs, in nats: the entropy of every label's mean probability."""
+        return self.whole(self.rows.label_entropy())
+
+    def entropy(self) -> Tensor:
+        """(batch, *positions), in nats: the sum of the labels' entropies."""
+        return self._map(self.rows.entropy())
+
+    def mutual_information(self) -> Tensor:
+        """(batch, *positions), in nats: the information that the weights hold about each label, summed over labels."""
+        return self._map(self.rows.mutual_information())
+
+    def max_probability(self) -> Tensor:
+        """(batch, *positions): the probability that all decisions of `predicted` at a position are right."""
+        return self._map(self.rows.max_probability())
+
+    def epistemic(self) -> Tensor:
+        """(batch, *positions): the variance of the logits over the weights, mean over labels."""
+        return self._map(self.rows.epistemic())
+
+    @without_by_class
+    def set(self, level: float = 0.9, *, allow_empty: bool = False, by: By = "position") -> Tensor:
+        """In the layout of the outputs, boolean: the labels in the set of each position, by held-out scores
+        (`posthoc_uq.calibrate`). Of a label's positions in a new input like the held-out ones at least the share
+        `level` is expected to have it in their sets; with ``by="image"`` a new input has so large a share with this
+        probability. See `MapPrediction.interval`.
+
+        Args:
+            level: in (0, 1).
+            allow_empty: a set of labels always may be.
+            by: see above.
+
+        Raises:
+            PosthocUQError: there are no held-out scores that apply, or too few.
+        """
+        one_of("by", by, ("position", "image"))
+        promises = applying(self.promises)
+        found = promises.bounds if by == "position" else promises.bounds_by_input
+        return self.whole(self._chosen(found("label", level, self.categories)))
+
+    def _chosen(self, bounds: Tensor) -> Tensor:
+        return ~(1 - as_double(self.rows.probs) > bounds.to(self.rows.probs.device))
+
+    def _targets_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        targets, like = as_targets(targets), self.rows.probs.new_empty(()).expand(self.probs.shape)
+        if targets.shape != like.shape:
+            raise PosthocUQError(
+                f"Labels must be shaped like the probabilities, {tuple(like.shape)}, not {tuple(targets.shape)}."
+            )
+        return self.rows.fitting(self.layout.rows(targets)), self.layout.counts(like, targets).flatten()
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """The labels as they are, once they were found to fit."""
+        self._targets_of_rows(targets)
+        return as_targets(targets)
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
+        """See `Prediction`: by label, quantiles of the scores of an input's positions that have it.
+
+        Raises:
+            PosthocUQError: labels are soft.
+        """
+        own, counted = self._targets_of_rows(targets)
+        found = self.rows.target_scores(own, sets, torch.zeros(len(own), dtype=torch.int64, device="cpu"))
+        return _of_inputs(found, counted.unsqueeze(1) & (found.groups > 0), len(self))
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """See `Prediction`: for every input and label that has positions the share of these whose set holds it."""
+        own, counted = self._targets_of_rows(targets)
+        chosen = self._chosen(applying(self.promises).bounds("label", level, self.categories))
+        has = (own > 0.5).to(chosen.device) & counted.unsqueeze(1)
+        held, counts = (
+            as_double(each.reshape(len(self), -1, self.categories).sum(1)) for each in (chosen & has, has)
+        )
+        inputs, labels = (counts > 0).nonzero(as_tuple=True)
+        sizes = as_double(chosen.sum(1)).reshape(len(self), -1).mean(1)[inputs]
+        return Coverage((held / counts)[inputs, labels], sizes, inputs, labels, SET_SIZE)
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the share of an input's labels that are decided wrongly, of positions that count."""
+        own, counted = self._targets_of_rows(targets)
+        wrong = self.rows.losses(own).masked_fill(~counted, 0.0).reshape(len(self), -1)
+        return wrong.sum(1) / counted.reshape(len(self), -1).sum(1).clamp(min=1)
+
+    def tensors(self) -> ClassTensors:
+        """See `Prediction`; entropy, mutual information and novelty are maps."""
+        parts = self.rows.tensors()
+        entropy = self._map(parts.entropy)
+        return ClassTensors(
+            self.probs,
+            self.logits_mean,
+            self.logits_variance,
+            entropy,
+            self._map(parts.mutual_information),
+            self._novelty_like(entropy),
+        )
+
+
+def _of_inputs(found: TargetScores, counted: Tensor, inputs: int) -> TargetScores:
+    """By channel, quantiles of the scores of an input's values that count.
+
+    Args:
+        found: of all positions, ``(inputs * positions, channels)``.
+        counted: of the same shape, bool.
+        inputs: how many there are.
+    """
+    pairs = [
+        (own.reshape(inputs, -1), there.reshape(inputs, -1))
+        for own, there in zip(found.scores.unbind(1), counted.unbind(1), strict=True)
+    ]
+    quantiles = [scores_of_positions(own, there, FINE_SHARES) for own, there in pairs]
+    groups = [there.any(1, keepdim=True).long().expand(-1, len(FINE_SHARES)) for _, there in pairs]
+    return TargetScores(found.kind, torch.cat(quantiles, 1), torch.cat(groups, 1), channels=len(pairs))

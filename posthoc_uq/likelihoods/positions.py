@@ -32,7 +32,7 @@ from posthoc_uq.likelihoods.conformal import (
     without_by_class,
 )
 from posthoc_uq.likelihoods.draws import OutputGaussian
-from posthoc_uq.likelihoods.labels import LabelLayout, Layout, are_soft, refuse_soft
+from posthoc_uq.likelihoods.labels import LabelLayout, Layout, refuse_soft
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import ClassTensors, Missing, Prediction, Unread
 
@@ -259,6 +259,7 @@ class AtPositions(Prediction, ABC):
         values = {
             name: self._map(value) if value.ndim == 1 else self.whole(value)
             for name, value in self.rows.to_dict().items()
+            if value.ndim < 3
         }
         return values | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
@@ -444,8 +445,8 @@ class PositionPrediction(AtPositions):
     def _targets_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """`labels_of_rows`, but soft labels ``(batch * positions, classes)`` as they are."""
         labels, counted = self.labels_of_rows(targets)
-        soft = are_soft(as_targets(targets), self.outputs_mean)
-        return (self.layout.rows(as_targets(targets)).to(labels.device) if soft else labels), counted
+        soft = self.layout.soft_rows(self.outputs_mean, as_targets(targets))
+        return (labels if soft is None else soft.to(labels.device)), counted
 
     def labelled(self, targets: Tensor) -> Tensor:
         """(batch, *positions): whether a position has a label that counts. With `next_token` position t has the label
@@ -470,7 +471,8 @@ class PositionPrediction(AtPositions):
         """
         if sets != "lac":
             raise PosthocUQError(f"Sets of positions are by 'lac'; sets={sets!r} is for one label an input.")
-        refuse_soft(targets)
+        given = as_targets(targets)
+        refuse_soft(given[~given.isnan()])
         labels, counted = (each.reshape(len(self), -1) for each in self.labels_of_rows(targets))
         own = as_double(self.rows.probs).gather(1, labels.reshape(-1, 1))
         scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
@@ -648,13 +650,13 @@ class Channelled(Likelihood, ABC):
     def divergence_of_rows(self, outputs: Tensor, prediction: Any) -> Tensor:
         """`divergence` without positions."""
 
-    @abstractmethod
     def rows_from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
         """`from_blocks` without positions."""
+        return super().from_blocks(blocks)
 
-    @abstractmethod
     def rows_from_gaussian(self, outputs: OutputGaussian) -> Prediction:
         """`from_gaussian` without positions."""
+        return super().from_gaussian(outputs)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         layout = self.positions_of(outputs)
