@@ -390,7 +390,7 @@ def likelihoods(name: str) -> Work:
             posterior = uq.fit(model, batched((x, y)), "diag", prior_precision=1.0, **options)
             predictor = uq.wrap(model, posterior, head, **({"n_samples": 3} if head == "sampling" else {}))
             prediction = predictor(x[:6].to(device))
-            found[head] = prediction.to_dict() | prediction.scores()
+            found[head] = prediction.to_dict() | dict(prediction.scores())
             found[f"{head}, targets"] = [prediction.log_prob(part) for part in (y[:6], y[:6].to(device))]
         for remove in (False, True):
             posterior = uq.update(posterior, batched((1.3 * x[:12], y[:12])), remove=remove, progress=False)
@@ -481,7 +481,7 @@ def positions(method: str) -> Work:
             options: dict[str, Any] = {"n_samples": 3} if head == "sampling" else {}
             predictor = uq.wrap(model, posterior, head, **options)
             prediction = predictor(x.to(device))
-            found[head] = prediction.to_dict() | prediction.scores()
+            found[head] = prediction.to_dict() | dict(prediction.scores())
             found[f"{head}, targets"] = [prediction.log_prob(part) for part in (y, y.to(device))]
             found[f"{head}, novelty"] = predictor.novelty(x.to(device))
             result = uq.evaluate(predictor, data, ood_loaders=[x * 3], progress=False)

@@ -339,6 +339,18 @@ def test_left_out_predictions_choose_the_temperature_at_which_labels_are_likelie
     assert again == pytest.approx(expected, rel=1e-3) and expected > 1.0
 
 
+def test_classes_that_no_sample_has_are_counted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 6, generator=generator, dtype=torch.float64)
+    labels = 7 * (x[:, :2] + torch.randn(60, 2, generator=generator) > 0).sum(1)
+    targets = nn.functional.one_hot(labels, 40).double()
+    whole = leave_one_out(x @ x.T, targets)
+    part = replace(leave_one_out(x @ x.T, targets[:, [0, 1, 2, 7, 14]]), absent=35)
+    found, expected = (likeliest_temperature(30 * whole.fitted, each) for each in (part, whole))
+    assert found == pytest.approx(expected, rel=1e-9) and found > 1
+    assert (part.accuracy, part.ridge) == (whole.accuracy, whole.ridge)
+
+
 def test_many_samples_are_estimated_by_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which ones depends on neither order nor batches; errors are taken to fall on as they fell from a quarter."""
     for kind, memorised in (("regression", memorised_regression), ("classification", memorised_classes)):

@@ -659,6 +659,7 @@ def test_what_a_multilabel_prediction_says(fitted: Any) -> None:
     assert quality["mAP"] == pytest.approx(np.mean(precisions), abs=1e-4)
     torch.testing.assert_close(found.losses(y.long()), (decided != y.bool()).double().mean(1))
     assert found.top_k(2).labels.shape == (30, 2) and "MultilabelPrediction" in repr(found)
+    assert "mutual_information" in uq.wrap(model, posterior)(x).scores()
     plain = found.of_one_network()
     assert plain.sample_entropy is None and "mutual_information" not in plain.scores()
     with pytest.raises(uq.PosthocUQError, match="link="):

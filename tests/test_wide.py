@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,22 @@ def _trace(tensors: dict[str, Tensor]) -> Tensor:
     _, classes, kept = tensors["output_basis"].shape
     outputs = tensors["output_eigenvalues"].sum() + tensors["output_rest"].sum() * (classes - kept)
     return tensors["input_eigenvalues"].sum() * outputs
+
+
+def test_a_search_begins_with_the_variances_of_the_weights() -> None:
+    """So that covariances of many outputs are made for the last trials alone."""
+    torch.manual_seed(0)
+    last = torch.nn.Linear(6, CLASSES)
+    net = torch.nn.Sequential(torch.nn.Conv1d(1, 6, 8), torch.nn.Flatten(), last).eval()
+    x, y = torch.randn(40, 1, 8), torch.randint(0, CLASSES, (40,))
+    last.weight.data.mul_(3)
+    decades, trials = list[float](), list[int]()
+    for method in ("diag", "inf"):
+        posterior = uq.fit(net, [(x, y)], method, layers="last", progress=False)
+        assert isinstance(posterior.prior_precision, float) and posterior.history.trials is not None
+        decades.append(log10(posterior.prior_precision))
+        trials.append(len(posterior.history.trials.trials))
+    assert abs(decades[0] - decades[1]) < 0.1 and trials[1] < trials[0], (decades, trials)
 
 
 class Largest(TorchDispatchMode):

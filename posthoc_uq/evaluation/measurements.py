@@ -195,7 +195,7 @@ def foreignness(
     familiar: Prediction, foreign: Prediction, joint: Sequence[Sequence[str]] = ()
 ) -> dict[str, dict[str, float]]:
     """By score, and by each joint group whose scores are all known, how well it detects foreign inputs."""
-    inside, outside = familiar.scores(), foreign.scores()
+    inside, outside = dict(familiar.scores()), dict(foreign.scores())
     for names in joint:
         if all(name in inside and name in outside for name in names):
             familiar_group = {name: inside[name] for name in names}

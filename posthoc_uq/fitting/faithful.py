@@ -565,6 +565,7 @@ DIVERGENCE_WITH_NOISE = 0.02  # nats: that where held-out residuals set the nois
 _START_ABOVE = 3  # decades above the precision of the weights' size at which a search begins
 _END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size
 _GIVE_UP_ABOVE = 12  # decades above it at which a search gives up
+_MANY_OUTPUTS = 1024  # of a layer, from which on a search begins with its variances alone
 _FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole model
 _SOME_INPUTS = 16  # of a large network that may be enough ...
 _MAX_ERROR = 0.25  # ... where the standard error of their mean divergence is at most this share of the budget
@@ -586,7 +587,8 @@ class FaithfulSearch:
     at which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from
     inputs where the weights disagree to inputs where they agree. Where every prediction runs the whole model, the
     search goes by `ApproximateDivergence`, times the ratio of the exact to the approximate one on some of the inputs;
-    where the head has none, a few of the inputs determine where the search on all of them begins.
+    where the head has none, a few of the inputs determine where the search on all of them begins. Of many outputs whose
+    covariances take long, the weights' variances alone do.
 
     Args:
         inputs: batches of training inputs, on the model's device.
@@ -639,6 +641,20 @@ class FaithfulSearch:
         inputs, known = self._all.first(number)
         return kind(inputs, known=known, **self._measured)
 
+    def _by_variances_alone(self) -> Divergence | None:
+        """The divergence of independent weights, where the covariances of many outputs are what a trial takes."""
+        posterior, blocks = self.posterior, dict(self.posterior.blocks)
+        for name, block in posterior.blocks.items():
+            layer = posterior.layers.get(name)
+            alone = block.independent() if layer is not None and layer.outputs > _MANY_OUTPUTS else None
+            blocks[name] = block if alone is None else alone
+        if not self._of_prior or all(blocks[name] is block for name, block in posterior.blocks.items()):
+            return None
+        independent = posterior.replaced(blocks=blocks)
+        predictor = self._measured["predictor"].with_posterior(independent)
+        inputs, known = self._all.first(self._all.samples)
+        return Divergence(inputs, known=known, **self._measured | {"predictor": predictor})
+
     @property
     def label(self) -> str:
         return HYPERPARAMETERS[self.parameter].label
@@ -658,7 +674,7 @@ class FaithfulSearch:
         self.tried = {}
         self._divergence_at = partial(self._divergence, on=self._all, tried=self.tried)
         searches = [(_USUAL_EVALUATIONS, self.samples)]
-        of_few: Callable[[float], float] | None = None
+        cheaper: Callable[[float], float] | None = None
         self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
         with self._bar:
             # Where every exact divergence runs the whole model, a cheaper one finds where the search on all begins.
@@ -671,14 +687,17 @@ class FaithfulSearch:
                     self._bar.to_come, upwards = [(_USUAL_AFTER_OTHERS, self._checked)], TOLERANCE
                 else:  # a few of the inputs
                     few = self._on_first(Divergence, _FEW_INPUTS)
-                    of_few = partial(self._divergence, on=few, tried={}) if few.rows else None
+                    cheaper = partial(self._divergence, on=few, tried={}) if few.rows else None
                     self._bar.to_come = [
                         (_USUAL_EVALUATIONS, _FEW_INPUTS),
                         (_USUAL_AFTER_OTHERS, self.samples),
                     ]
+            elif (independent := self._by_variances_alone()) is not None:
+                cheaper = partial(self._divergence, on=independent, tried={})
+                self._bar.to_come.append((_USUAL_AFTER_OTHERS, self.samples))
             self._bar.begin_search()
-            if of_few is not None:
-                start, slope = search(of_few, start=start)
+            if cheaper is not None:
+                start, slope = search(cheaper, start=start)
                 self._bar.begin_search()
                 upwards = TOLERANCE
             decade, _ = search(self._divergence_at, start=start, slope=slope, upwards=upwards)

@@ -60,6 +60,7 @@ class LeftOut:
         targets: of the same shape.
         units: how many were left out one after the other: samples, or groups of them.
         ridge: the one of `RIDGES` with the least mean squared error.
+        absent: how many columns were left out whose targets are all 0, and so their predictions.
     """
 
     predictions: Tensor
@@ -67,6 +68,7 @@ class LeftOut:
     targets: Tensor
     units: int
     ridge: float
+    absent: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -118,7 +120,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     diagonals = vectors.square() @ all_inverse_values  # of A^-1, for every ridge
     ridges = RIDGES
     if (
-        members is None and rotated.shape[1] > samples
+        members is None and 2 * rotated.shape[1] > samples
     ):  # many classes: the best ridge's predictions alone are made
         products = rotated @ rotated.T
         rows = [vectors * inverse for inverse in all_inverse_values.T]
@@ -201,7 +203,10 @@ def likeliest_temperature(logits: Tensor, left_out: LeftOut) -> float:
 
     def slope(decade: float) -> float:
         """Of the mean log likelihood along the inverse temperature, in which it is concave."""
-        expected = ((as_logits / 10.0**decade).softmax(1) * as_logits).sum(1)
+        scaled = as_logits / 10.0**decade
+        if left_out.absent:  # which have the logit 0
+            scaled = torch.cat([scaled, torch.full_like(scaled[:, :1], log(left_out.absent))], 1)
+        expected = (scaled.softmax(1)[:, : as_logits.shape[1]] * as_logits).sum(1)
         return float((of_labels - expected).mean())
 
     if slope(0.0) >= 0:
@@ -212,6 +217,18 @@ def likeliest_temperature(logits: Tensor, left_out: LeftOut) -> float:
     from scipy.optimize import brentq
 
     return 10.0 ** float(cast(float, brentq(slope, 0.0, highest, xtol=1e-4)))
+
+
+def _without_absent(targets: Tensor) -> tuple[Tensor, int]:
+    """The columns that are not all 0, and two of those that are, which stand for the others in comparisons of the
+    largest values; and how many others there are: of many classes few rows have only some.
+    """
+    absent = (~targets.bool().any(0)).nonzero().flatten()[2:]
+    if not len(absent):
+        return targets, 0
+    kept = torch.ones(targets.shape[1], dtype=torch.bool, device="cpu")
+    kept[absent] = False
+    return targets[:, kept], len(absent)
 
 
 def _of_columns(values: Tensor) -> Tensor:
@@ -339,7 +356,7 @@ def set_by_leave_one_out(
     model, likelihood = model_of(posterior), posterior.likelihood
     data, order, members, samples = _read(loader, reader, seed, groups)
     network = replicate(model, posterior.trained_mean)
-    columns, outputs = list[Tensor](), list[Tensor]()
+    found_targets, outputs = list[Tensor](), list[Tensor]()
     with torch.no_grad(), isolated_random_state(seed):
         for batch in data:
             given = batch.copied().call(network)
@@ -351,10 +368,10 @@ def set_by_leave_one_out(
                     f"criterion='leave_one_out' is for classes and for regressions with one noise variance an output, "
                     f"without positions, and not for likelihood={likelihood.name!r}; pass held-out data."
                 )
-            columns.append(host_double(found))
+            found_targets.append(host_double(found))
             outputs.append(host_double(given))
     check_rows_finite(outputs)
-    targets, given = torch.cat(columns), torch.cat(outputs)
+    targets, given = torch.cat(found_targets), torch.cat(outputs)
     proof = posterior.proof
     if proof is None or not (proof.complete and proof.holds(network, data[0])):
         proof = prepare(network, data[0], unsupported="skip", independent=True).proof
@@ -374,12 +391,14 @@ def set_by_leave_one_out(
     if likelihood.logits and targets.shape[1] == 1:
         given = given.reshape(len(given))
     power = log(samples / len(targets)) / log(_PARTS)
+    targets, absent = _without_absent(targets) if likelihood.softmax else (targets, 0)
     missing = targets.isnan()
     growths = list[tuple[list[int], _Growth]]()  # of columns whose targets are there in the same rows
     for columns_alike in _alike(missing):
         own = (~missing[:, columns_alike[0]]).nonzero().flatten()
         if len(own) == len(targets):
-            growths.append((columns_alike, _growth(kernel, targets[:, columns_alike], given, members, power)))
+            whole = kernel, targets[:, columns_alike], given, members
+            growths.append((columns_alike, _growth(*whole, power, absent)))
         else:
             named = None if members is None else members[own]
             parts = kernel[own][:, own], targets[own][:, columns_alike], given[own], named
@@ -418,12 +437,16 @@ def _alike(missing: Tensor) -> list[list[int]]:
     return list(found.values())
 
 
-def _growth(kernel: Tensor, targets: Tensor, given: Tensor, members: Tensor | None, power: float) -> _Growth:
+def _growth(
+    kernel: Tensor, targets: Tensor, given: Tensor, members: Tensor | None, power: float, absent: int = 0
+) -> _Growth:
     """Left-out predictions of all rows, and of their parts where there are more samples than rows."""
-    left_out, parts = leave_one_out(kernel, targets, members), list[tuple[LeftOut, Tensor]]()
+    left_out = replace(leave_one_out(kernel, targets, members), absent=absent)
+    parts = list[tuple[LeftOut, Tensor]]()
     if power > 0 and members is None:
         for rows in torch.arange(len(targets), device="cpu").chunk(_PARTS):
-            parts.append((leave_one_out(kernel[rows][:, rows], targets[rows]), given[rows]))
+            part = leave_one_out(kernel[rows][:, rows], targets[rows])
+            parts.append((replace(part, absent=absent), given[rows]))
     return _Growth((left_out, given), parts, power)
 
 

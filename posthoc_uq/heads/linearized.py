@@ -238,7 +238,8 @@ class LinearizedPredictor(GaussianPredictor):
     def with_posterior(self, posterior: Posterior, seed: int | None = None) -> LinearizedPredictor:
         """See `Predictor`."""
         other = super().with_posterior(posterior)
-        if posterior.settings.of_weights() != self._posterior.settings.of_weights():
+        same_blocks = posterior.blocks is self._posterior.blocks
+        if not same_blocks or posterior.settings.of_weights() != self._posterior.settings.of_weights():
             other._forget_weights()
         return other
 

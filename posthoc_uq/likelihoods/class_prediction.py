@@ -48,7 +48,7 @@ from posthoc_uq.likelihoods.labels import (
 )
 from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
 from posthoc_uq.likelihoods.logits import votes as votes_of
-from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction
+from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction, ScoresWhenRead
 
 
 def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -322,16 +322,26 @@ class LogitsPrediction(Prediction):
         probs = self.at_promises().probs
         return self.known_promises().sets(probs, level, allow_empty, self.sample_keys)
 
-    def scores(self) -> dict[str, Tensor]:
+    def scores(self) -> ScoresWhenRead:
         """See `Prediction`: entropy, mutual information, 1 - `max_probability`, the logits' variance, novelty."""
-        scores = {
-            "entropy": self.entropy(),
-            "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
-            "max_probability": 1 - self.max_probability(),
-            "functional_variance": self.epistemic(),
-            "novelty": self.novelty_ratio,
+        known, of_draws = vars(self), () if self.logits is None else self._over_draws
+        return ScoresWhenRead(
+            {
+                name: compute
+                for name, (needed, compute) in self._score_fields().items()
+                if needed in of_draws or known[needed] is not None
+            }
+        )
+
+    def _score_fields(self) -> dict[str, tuple[str, Callable[[], Tensor]]]:
+        """Of each score the field that it needs, and what computes it."""
+        return {
+            "entropy": ("probs", self.entropy),
+            "mutual_information": ("sample_entropy", self.mutual_information),
+            "max_probability": ("probs", lambda: 1 - self.max_probability()),
+            "functional_variance": ("probs", self.epistemic),
+            "novelty": ("novelty_ratio", self.novelty),
         }
-        return {name: score for name, score in scores.items() if score is not None}
 
     def tensors(self) -> ClassTensors:
         entropy = self.entropy()
@@ -539,10 +549,8 @@ class ClassPrediction(LogitsPrediction):
         """All that is one class, as one prediction, and its labels or soft labels: itself, and the targets."""
         return self, targets
 
-    def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: the scores of classes."""
-        scores = super().scores()
-        return scores if self.votes is None else scores | {"variation_ratio": self.variation_ratio()}
+    def _score_fields(self) -> dict[str, tuple[str, Callable[[], Tensor]]]:
+        return super()._score_fields() | {"variation_ratio": ("votes", self.variation_ratio)}
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and the mean entropy. Of soft labels accuracy is how often the

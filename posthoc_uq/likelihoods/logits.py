@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -273,10 +273,25 @@ class GaussianLogits(NamedTuple):
             if step < len(mean):
                 rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with without_autocast(mean.device.type):
-            found = [compute(*part, *points) for part in rows]
-        columns = found[0] if len(found) == 1 else [torch.cat(column) for column in zip(*found, strict=True)]
+            if len(rows) == 1:
+                columns = list(compute(*rows[0], *points))
+            else:
+                columns = _joined((compute(*part, *points) for part in rows), len(mean))
         leading = self.mean.shape[:-1]
-        return list(columns) if len(leading) == 1 else [column.unflatten(0, leading) for column in columns]
+        return columns if len(leading) == 1 else [column.unflatten(0, leading) for column in columns]
+
+
+def _joined(parts: Iterable[tuple[Tensor, ...]], rows: int) -> list[Tensor]:
+    """The columns of several parts of `rows` in all, each written to its place at once: small results that were kept
+    between the large temporaries of the parts would stop their memory from being used again.
+    """
+    columns, start = list[Tensor](), 0
+    for part in parts:
+        columns = columns or [column.new_empty(rows, *column.shape[1:]) for column in part]
+        for column, values in zip(columns, part, strict=True):
+            column[start : start + len(values)] = values
+        start += len(part[0])
+    return columns
 
 
 def _by_lines(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:

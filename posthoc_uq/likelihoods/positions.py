@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -34,7 +34,7 @@ from posthoc_uq.likelihoods.conformal import (
 from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.labels import LabelLayout, Layout, refuse_soft
 from posthoc_uq.likelihoods.likelihood import Likelihood
-from posthoc_uq.likelihoods.prediction import ClassTensors, Missing, Prediction, Unread
+from posthoc_uq.likelihoods.prediction import ClassTensors, Missing, Prediction, ScoresWhenRead, Unread
 
 AnyAtPositions = TypeVar("AnyAtPositions", bound="AtPositions")
 
@@ -108,12 +108,15 @@ class AtPositions(Prediction, ABC):
         """In the layout of the outputs: their mean over the weights."""
         return self.whole(self.rows.outputs_mean)
 
-    def scores_by_position(self) -> dict[str, Tensor]:
-        """All known uncertainty scores by name, each (batch, *positions)."""
-        scores = {name: self._map(score) for name, score in self.rows.scores().items()}
+    def scores_by_position(self) -> ScoresWhenRead:
+        """All known uncertainty scores by name, each (batch, *positions), computed when it is read."""
+        of_rows = self.rows.scores()
+        compute: dict[str, Callable[[], Tensor]] = {
+            name: lambda name=name: self._map(of_rows[name]) for name in of_rows
+        }
         if self.novelty_ratio is not None and self.novelty_ratio.ndim > 1:
-            scores["novelty"] = self.novelty_ratio
-        return scores
+            compute["novelty"] = self.novelty
+        return ScoresWhenRead(compute)
 
     def per_input(
         self,
@@ -194,20 +197,22 @@ class AtPositions(Prediction, ABC):
     def known_promises(self) -> ConformalScores:
         """See `Prediction`; of a prediction with a mask by the positions of the held-out inputs that counted."""
         promises = super().known_promises()
-        partial = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))
-        if partial and promises.counted is None:
+        some = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))
+        if some and promises.counted is None:
             raise PosthocUQError(
                 "The held-out scores are means over all positions of an input, and in this prediction some do not "
                 "count; calibrate again: uq.calibrate(posterior, val_loader)."
             )
         return promises if self.mask is None else promises.of_counted()
 
-    def scores(self) -> dict[str, Tensor]:
+    def scores(self) -> ScoresWhenRead:
         """See `Prediction`: the mean of each score over an input's positions that count."""
-        scores = {name: self.per_input(score) for name, score in self.scores_by_position().items()}
-        if self.novelty_ratio is not None and "novelty" not in scores:
-            scores["novelty"] = self.novelty_ratio
-        return scores
+        compute: dict[str, Callable[[], Tensor]] = {
+            name: partial(self.per_input, name) for name in self.scores_by_position()
+        }
+        if self.novelty_ratio is not None and "novelty" not in compute:
+            compute["novelty"] = self.novelty
+        return ScoresWhenRead(compute)
 
     def log_prob_by_position(self, targets: Tensor) -> Tensor:
         """(batch, *positions), in nats: log of the probability, or density, of the target at each position, 0 where it

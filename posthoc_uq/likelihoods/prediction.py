@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_type_hints
 
@@ -47,6 +47,32 @@ class Unread:
 
     compute: Callable[[Tensor], Tensor]
     inputs: Tensor
+
+
+class ScoresWhenRead(Mapping[str, Tensor]):
+    """Uncertainty scores by name, each computed when it is first read: those over draws of many classes take longer
+    than the prediction.
+    """
+
+    def __init__(self, compute: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._compute, self._found = compute, dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._found:
+            self._found[name] = self._compute[name]()
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:  # a Mapping's own would compute the score
+        return name in self._compute
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._compute)
+
+    def __len__(self) -> int:
+        return len(self._compute)
+
+    def __repr__(self) -> str:
+        return f"scores {tuple(self)}"
 
 
 class Remade:
@@ -382,8 +408,10 @@ class Prediction(ABC):
         """
 
     @abstractmethod
-    def scores(self) -> dict[str, Tensor]:
-        """All known uncertainty scores by name (`SCORES`), each (batch,), larger where it is less certain."""
+    def scores(self) -> Mapping[str, Tensor]:
+        """All known uncertainty scores by name (`SCORES`), each (batch,), larger where it is less certain. Those of
+        classes are computed when they are read.
+        """
 
     @abstractmethod
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:

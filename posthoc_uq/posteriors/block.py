@@ -336,6 +336,10 @@ class Block(ABC):
         """
         return None
 
+    def independent(self) -> Block | None:
+        """A block with the same diagonal and nothing else, where covariances of that take far less; else None."""
+        return None
+
     @classmethod
     def capabilities(cls) -> frozenset[str]:
         """What posteriors of such blocks can do, by the names above."""

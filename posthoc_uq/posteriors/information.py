@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_device
@@ -149,19 +150,25 @@ class LowRankDiagonal(Independent):
     def _identity_plus_m(self) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
 
-        ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over
-        ``a <= a'`` and ``g <= g'``.
+        ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, or the sums in
+        the other order, over ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
         inputs, outputs = as_double(self._input_basis), as_double(self._output_basis)
-        packed = inputs.new_zeros(groups, width_g * (width_g + 1) // 2, width_a * (width_a + 1) // 2)
-        step = max(1, _CHUNK // max(1, groups * (packed.shape[1] + packed.shape[2])))
-        for start in range(0, outputs.shape[1], step):  # rows may be the words of a vocabulary
+        pairs_g, pairs_a = width_g * (width_g + 1) // 2, width_a * (width_a + 1) // 2
+        size_g, size_a = outputs.shape[1], inputs.shape[1]
+        # of many outputs with few inputs, sums over the outputs come first: fewer numbers are then summed over
+        outputs_first = pairs_g * size_a * (size_g + pairs_a) < pairs_a * size_g * (size_a + pairs_g)
+        packed = inputs.new_zeros(groups, pairs_g, size_a if outputs_first else pairs_a)
+        step = max(1, _CHUNK // max(1, groups * (pairs_g + packed.shape[2])))
+        for start in range(0, size_g, step):  # rows may be the words of a vocabulary
             rows = slice(start, start + step)
             weights = as_double(self.weights[:, rows])
             if self._shrink is not None:
                 weights = weights * as_double(self._shrink[:, rows]).square()
-            packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ _contracted_pairs(weights, inputs)
+            weights = weights if outputs_first else _contracted_pairs(weights, inputs)
+            packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ weights
+        packed = _contracted_pairs(packed, inputs) if outputs_first else packed
         unpacked = _pair_index(width_a, packed.device).flatten()
         index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
@@ -237,11 +244,11 @@ class LowRankDiagonal(Independent):
             # by squares: the blocks of N once, then one small product for each output
             columns = inverse.reshape(groups, size, size)
             blocks = (columns.transpose(1, 2) @ columns).reshape(groups, width_g, width_a, width_g, width_a)
-            blocks = _packed(blocks.permute(0, 2, 4, 1, 3)).flatten(1, 2)
-            squares = (_pairs(basis) @ blocks.transpose(1, 2)).reshape(
-                groups, basis.shape[1], width_a, width_a
-            )
-            squares = (squares + squares.transpose(2, 3)) / 2
+            blocks = _packed(blocks.permute(0, 2, 4, 1, 3))
+            first, second = torch.triu_indices(width_a, width_a, device=blocks.device)
+            halves = (blocks[:, first, second] + blocks[:, second, first]) / 2
+            squares = _pairs(basis) @ halves.transpose(1, 2)  # of a <= a'
+            squares = squares[..., _pair_index(width_a, blocks.device)]
             # as much as rounding may have taken from them
             rounding = squares.diagonal(dim1=2, dim2=3).sum(2) * 4 * torch.finfo(squares.dtype).eps
             squares.diagonal(dim1=2, dim2=3).add_(
@@ -689,19 +696,7 @@ class LowRankDiagonal(Independent):
         ]  # (rows, a, m)
         basis = self._output_basis[0].to(directions)
 
-        parts = [slice(None)]
-        if not torch.compiler.is_compiling():  # under a tracer the number of samples is a symbol
-            step = max(1, _CACHED // directions[0].numel())
-            parts = [slice(start, start + step) for start in range(0, len(directions), step)]
-
-        def multiplied(vectors: Tensor) -> Tensor:
-            columns, turned = vectors.unsqueeze(2), directions.unsqueeze(1)
-            core = torch.cat([(columns[part] * turned[part]) @ basis for part in parts])  # (samples, k, a, g)
-            solved = self._solved(core.transpose(2, 3)).transpose(2, 3).to(core).contiguous()
-            found = torch.cat([((solved[part] @ basis.T) * turned[part]).sum(2) for part in parts])
-            return diagonal * vectors - found
-
-        return OutputCovariance(multiplied)
+        return _LowRankProducts(diagonal, directions, basis, self._solved)
 
     def _solved(self, cores: Tensor) -> Tensor:
         """``D B^-1 D`` times cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
@@ -713,6 +708,53 @@ class LowRankDiagonal(Independent):
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
         solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
         return on_device(solved, cores.device)
+
+
+class _LowRankProducts(OutputCovariance):
+    """``diag(d) - sum_a h_a (U_g (B_a . (h^T U_g)))`` with ``B = D (I + M)^-1 D``, ``h`` the directions.
+
+    Args:
+        diagonal: ``d``, ``(samples, 1, m)``.
+        directions: ``h``, ``(samples, a, m)``.
+        basis: ``U_g``, ``(m, g)``.
+        solved: products of ``B`` with cores ``(samples, k, g, a)``.
+    """
+
+    def __init__(
+        self, diagonal: Tensor, directions: Tensor, basis: Tensor, solved: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(self._multiplied)
+        self._diagonal, self._directions, self._basis, self._solved = diagonal, directions, basis, solved
+        self._parts = [slice(None)]
+        if not torch.compiler.is_compiling():  # under a tracer the number of samples is a symbol
+            step = max(1, _CACHED // directions[0].numel())
+            self._parts = [slice(start, start + step) for start in range(0, len(directions), step)]
+        self._of_all: Tensor | None = None  # the core of a vector of ones
+
+    def with_centred(self, chosen: Tensor, like: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().with_centred(chosen, like)
+        classes, samples = like.shape[1], torch.arange(len(like), device=like.device).unsqueeze(1)
+        if self._of_all is None:
+            self._of_all = self._directions @ self._basis  # (samples, a, g)
+        core = torch.einsum(
+            "ska,skg->skag", self._directions.transpose(1, 2)[samples, chosen], self._basis[chosen]
+        )
+        core = core - self._of_all.unsqueeze(1) / classes
+        units = F.one_hot(chosen, classes).to(like) - 1 / classes
+        return self._from_core(core, units)
+
+    def _multiplied(self, vectors: Tensor) -> Tensor:
+        columns, turned = vectors.unsqueeze(2), self._directions.unsqueeze(1)
+        core = torch.cat([(columns[part] * turned[part]) @ self._basis for part in self._parts])
+        return self._from_core(core, vectors)
+
+    def _from_core(self, core: Tensor, vectors: Tensor) -> Tensor:
+        """The products, from the cores ``(samples, k, a, g)`` of vectors ``(samples, k, m)``."""
+        turned, of_basis = self._directions.unsqueeze(1), self._basis.T
+        solved = self._solved(core.transpose(2, 3)).transpose(2, 3).to(core).contiguous()
+        found = torch.cat([((solved[part] @ of_basis) * turned[part]).sum(2) for part in self._parts])
+        return self._diagonal * vectors - found
 
 
 def _sums_of_squares(products: Tensor, outputs: int) -> Tensor:
@@ -817,6 +859,10 @@ class InformationBlock(Block):
 
     def leading(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.input_basis, self.output_basis, self.eigenvalues
+
+    def independent(self) -> InformationBlock:
+        none = self.input_basis[..., :0], self.output_basis[..., :0], self.eigenvalues[:, :0, :0]
+        return InformationBlock(*none, self.diagonal, "clamp")
 
     def low_rank_diagonal(self) -> Tensor:
         """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``, in float64.

@@ -369,11 +369,11 @@ class Posterior:
 
     def replaced(self: Self, **attributes: Any) -> Self:
         """This posterior with other values of some attributes, on which no others depend: its model, history, features,
-        prior of single weights, fingerprints.
+        prior of single weights, fingerprints, blocks of the same kinds.
         """
         new = object.__new__(type(self))
         vars(new).update(vars(self) | attributes)
-        if "weight_prior" in attributes:
+        if not attributes.keys().isdisjoint(("weight_prior", "blocks")):
             new._clear_caches()
         return new
 
