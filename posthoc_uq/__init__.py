@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from posthoc_uq.fitting.fit import (
         fit as fit,
     )
+    from posthoc_uq.fitting.outputs import (
+        calibrate_outputs as calibrate_outputs,
+    )
     from posthoc_uq.fitting.tune import (
         tune as tune,
     )

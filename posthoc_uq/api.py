@@ -12,6 +12,7 @@ _OF_MODULES = {
     "posthoc_uq.fitting.fit": "fit",
     "posthoc_uq.fitting.tune": "tune",
     "posthoc_uq.fitting.update": "update",
+    "posthoc_uq.fitting.outputs": "calibrate_outputs",
     "posthoc_uq.fitting.wrap": "wrap",
     "posthoc_uq.heads": "Predictor Referral register_head",
     "posthoc_uq.likelihoods": (

@@ -41,10 +41,20 @@ def names_of(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class Registry(MutableMapping[str, Thing]):
-    """A dictionary that loads what it has `Later` when that is asked for. Its names are known without loading."""
+    """A dictionary that loads what it has `Later` when that is asked for. Its names are known without loading.
 
-    def __init__(self, rows: Mapping[str, Thing | Later] | None = None) -> None:
-        self._rows: dict[str, Thing | Later] = dict(rows or {})
+    Args:
+        rows: by name.
+        hidden: more of them, which nobody chooses: they are found by their names, and not listed.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, Thing | Later] | None = None,
+        hidden: Mapping[str, Thing | Later] | None = None,
+    ) -> None:
+        self._hidden = frozenset(hidden or ())
+        self._rows: dict[str, Thing | Later] = {**(rows or {}), **(hidden or {})}
 
     def add(self, name: str, thing: Thing) -> Thing:
         """Enter a thing, unless another has the name; gives the one that has it."""
@@ -73,10 +83,10 @@ class Registry(MutableMapping[str, Thing]):
         return name in self._rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return (name for name in self._rows if name not in self._hidden)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) - len(self._hidden)
 
 
 def shown_names(value: object, base: type) -> list[str]:

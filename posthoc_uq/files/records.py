@@ -44,7 +44,7 @@ from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, likelihood_from_attributes, likelihood_to_attributes
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.registry import IN_FILES, class_of
-from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, OUTPUTS_ALONE, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.history import (
     ChangesRecord,
@@ -334,7 +334,7 @@ class Description(Record):
     likelihood: LikelihoodRecord
     evidence: EvidenceRecord
     history: HistoryRecord
-    layers: Annotated[dict[Name, LayerRecord], Field(min_length=1)]
+    layers: dict[Name, LayerRecord]
     blocks: dict[Name, BlockRecord]
     trained_mean: list[Name]
     certain: dict[Name, Annotated[list[Natural], Field(max_length=8)]]
@@ -368,7 +368,10 @@ class Description(Record):
         kinds = {block.kind for block in self.blocks.values()}
         # large embeddings have a diagonal beside the others' factors, and wide layers keep leading directions alone
         narrow = {kind.removesuffix("_wide") for kind in kinds}
-        if not kinds or len(narrow - {"diagonal"}) > 1 or not kinds <= set(FAMILIES[self.method]):
+        alone = self.method == OUTPUTS_ALONE
+        if alone != (not kinds) or alone != (not self.layers):
+            raise ValueError("must have layers and blocks, unless it is of outputs alone")
+        if len(narrow - {"diagonal"}) > 1 or not kinds <= set(FAMILIES[self.method]):
             raise ValueError(f"has the method {self.method!r}, and blocks of the kinds {sorted(kinds)}")
         classes, samples = [BLOCKS[kind] for kind in sorted(kinds)], self.evidence.samples
         if any(block.attributes.get("samples", samples) != samples for block in self.blocks.values()):

@@ -72,7 +72,7 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.files.untrusted import ChildReader
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
-from posthoc_uq.posteriors.block import BLOCKS, FAMILIES
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, OUTPUTS_ALONE
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, WeightPrior
@@ -86,6 +86,13 @@ class Storable(Protocol):
     def stored(self) -> StoredEnsemble: ...
 
 
+class OutputsAlone(Protocol):
+    """What predicts by a posterior over no weights, as far as this room knows it."""
+
+    @property
+    def posterior(self) -> Posterior: ...
+
+
 _WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"
 _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number format
 
@@ -93,7 +100,7 @@ _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number forma
 @defer_interrupts
 @known_arguments
 def save(
-    posterior: Posterior | Storable,
+    posterior: Posterior | Storable | OutputsAlone,
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -106,7 +113,8 @@ def save(
     return at once.
 
     Args:
-        posterior: what `fit` or `load` gave; or the predictor of several networks, with all of their posteriors.
+        posterior: what `fit` or `load` gave; or the predictor of several networks, with all of their posteriors, or of
+            calibrated outputs.
         path: the file; its folder must exist.
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; that of the posterior if None. Half
             formats are read back as float32. A trained mean keeps its precision.
@@ -121,6 +129,8 @@ def save(
             f"dtype must be torch.float32, torch.float16, torch.bfloat16 or None, not {dtype}."
         )
     check_option("compression", compression, Literal["gzip"] | None)
+    if getattr(posterior, "head", None) == OUTPUTS_ALONE:
+        posterior = cast(OutputsAlone, posterior).posterior
     several = posterior.stored() if isinstance(posterior, Storable) else None
     if several is None and not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
@@ -222,7 +232,7 @@ def load(
 @overload
 def load(
     path: str | os.PathLike[str],
-    model: Sequence[nn.Module],
+    model: Sequence[nn.Module] | None = None,
     *,
     untrusted: bool = False,
     device: torch.device | str | None = None,
@@ -235,7 +245,7 @@ def load(
 @known_arguments
 def load(
     path: str | os.PathLike[str],
-    model: Any,
+    model: Any = None,
     *,
     prefix: str | None = None,
     untrusted: bool = False,
@@ -249,7 +259,7 @@ def load(
     Args:
         path: a file that `save` wrote.
         model: the model, with the weights it had when the posterior was fitted; or a list of all networks, in their
-            order, for the file of an ensemble's predictor.
+            order, for the file of an ensemble's predictor; none for that of calibrated outputs.
         prefix: of a posterior that was fitted on a part of the model, such as the last layer on stored features, the
             part's name in the model, ``"fc"``. Its weights are compared; that the model gives it the features of the
             fit is yours to know.
@@ -262,7 +272,8 @@ def load(
             in the file. With `prefix`, where the outputs are in what the whole model returns, if that is no tensor.
 
     Returns:
-        The posterior; of a list of models a `posthoc_uq.heads.EnsemblePredictor`.
+        The posterior; of a list of models a `posthoc_uq.heads.EnsemblePredictor`, and without a model a
+            `posthoc_uq.heads.OutputsPredictor` (`calibrate_outputs`).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read, there is no such device, the model's weights have no
@@ -272,6 +283,8 @@ def load(
             other buffers, such as the running statistics of batch normalisation.
     """
     options = _LoadOptions(untrusted, device, likelihood, output)
+    if model is None:
+        return _load_outputs(path, options)
     if isinstance(model, (list, tuple, nn.ModuleList)):
         if prefix is not None:
             raise PosthocUQError(
@@ -290,6 +303,10 @@ def load(
     def limit(kind: str) -> int:
         if kind == header.ENSEMBLE:
             raise ensembles.several_error(os.fsdecode(path))
+        if kind == OUTPUTS_ALONE:
+            raise PosthocUQError(
+                f"'{os.fsdecode(path)}' holds calibrated outputs, which need no model: uq.load(path)."
+            )
         return size_limit(kind, with_plain_weights(unwrap(model)))
 
     data, head = header.read(path, limit)
@@ -344,6 +361,35 @@ def _load_several(path: str | os.PathLike[str], models: list[nn.Module], options
         models, posteriors, likelihood, record.temperature, record.head, record.options, record.promises
     )
     return import_module("posthoc_uq.fitting.wrap").ensemble_of(stored)  # predictors stand above this room
+
+
+class _NoModel(nn.Module):
+    """In place of the model that calibrated outputs do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros((), device="cpu"), requires_grad=False)
+
+
+def _load_outputs(path: str | os.PathLike[str], options: _LoadOptions) -> Any:
+    """What predicts from outputs, from its file."""
+    name, model = os.fsdecode(path), _NoModel()
+
+    def limit(kind: str) -> int:
+        if kind != OUTPUTS_ALONE:
+            raise PosthocUQError(
+                f"'{name}' holds a posterior; give the model that it was fitted on: uq.load(path, model)."
+            )
+        return size_limit(kind, model)
+
+    data, head = header.read(path, limit)
+    posterior = _load(data, head, name, model, options)
+    made = import_module("posthoc_uq.fitting.outputs").predictor_of  # predictors stand above this room
+    with _translated(name):
+        try:
+            return made(posterior).to(options.device or "cpu")
+        except (PosthocUQError, TypeError) as error:
+            raise CorruptPosteriorError(str(error)) from error
 
 
 def _load(data: bytes, head: header.Header, path: str, model: nn.Module, options: _LoadOptions) -> Posterior:
@@ -453,7 +499,7 @@ def _described(structure: Structure, head: header.Header) -> tuple[Description, 
         )
     slots = described_slots(description)
     wanted = {slot.path: slot for slot in slots}
-    groups = {slot.group for slot in slots} | {BLOCKS_GROUP}
+    groups = {slot.group for slot in slots} | ({BLOCKS_GROUP} if slots else set[str]())
     stray = sorted(groups ^ set(structure.groups))
     if stray:
         raise CorruptPosteriorError(f"its groups are not those described: {stray[:3]}")

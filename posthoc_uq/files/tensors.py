@@ -19,6 +19,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import (
     BLOCKS,
     FAMILIES,
+    OUTPUTS_ALONE,
     Block,
     MatrixShape,
     TensorSpec,
@@ -198,6 +199,8 @@ def size_limit(kind: str, model: nn.Module) -> int:
     """
     weights = list(_weights(model))
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    if kind == OUTPUTS_ALONE:
+        return _SPARE
     known = [BLOCKS[name] for name in FAMILIES[kind] if name in BLOCKS]
     if not known:
         named = " or ".join(map(repr, FAMILIES[kind]))

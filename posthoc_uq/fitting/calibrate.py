@@ -76,7 +76,7 @@ from posthoc_uq.likelihoods.conformal import (
     wrong_up_to,
 )
 from posthoc_uq.likelihoods.draws import OutputGaussian
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic, RegressionPrediction
 from posthoc_uq.likelihoods.labels import are_whole
 from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -287,6 +287,8 @@ def calibrated(
         # the width is then that of leave-one-out's noise, and all variances are proportional to the noise's
         evaluated: Evaluated | None = None
         by_factor = through == "linearized" and knows_noise(posterior) and posterior.evidence.noise_power == 1
+        alone = through == "outputs"  # without a network: all variances are the noise's
+        by_factor = by_factor or (alone and isinstance(posterior.likelihood, (Gaussian, Heteroscedastic)))
         if by_factor:
             tuned = _with_head(posterior, head, "likelihood")
         elif has_something_to_tune(posterior):
@@ -332,7 +334,7 @@ def calibrated(
             jointly,
             share,
             progress,
-            all_promise=by_factor,
+            all_promise=by_factor or (alone and not has_something_to_tune(posterior)),
             settings=tuned.settings.plain(),
             retuning=retuning,
             weights=weights,
@@ -413,9 +415,16 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     factor = most_probable_factor(float(ratios.mean()), len(ratios), settings.noise_scale, centre)
     loss = -float(as_double(torch.cat(logs)).mean())
     gained = 0.5 * (log(factor) + float(ratios.mean()) * (1 / factor - 1)) * len(ratios) / labels
-    trials = [Trial(settings, loss), Trial(scaled_variances(settings, factor), loss + gained)]
+    weighted = posterior.has_free_prior_precision
+    changed = (
+        scaled_variances(settings, factor)
+        if weighted
+        else replace(settings, noise_scale=settings.noise_scale * factor)
+    )
+    trials = [Trial(settings, loss), Trial(changed, loss + gained)]
     searched = Trials("likelihood", ("prior_precision", "noise_scale"), trials, chosen=trials[1])
-    how = f"times {factor:.4g}, like the weights' variance, by the likelihood of {labels:,} held-out labels"
+    like = ", like the weights' variance," if weighted else ""
+    how = f"times {factor:.4g}{like} by the likelihood of {labels:,} held-out labels"
     new = posterior.at(trials[1].settings).noted(tuning={"noise variance": how})
     warn_of_little_noise(new, labels)
     return new.replaced(history=replace(new.history, trials=searched))

@@ -199,7 +199,10 @@ def head_class(head: str) -> type[Predictor]:
     Raises:
         PosthocUQError: there is no head of this name.
     """
-    return HEADS[one_of("head", head, HEADS)]
+    known = (
+        isinstance(cast(Any, head), str) and head in HEADS
+    )  # that of outputs alone, too, which is not listed
+    return HEADS[head if known else one_of("head", head, HEADS)]
 
 
 def options_of(kind: type[Predictor]) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from posthoc_uq.heads.ensemble import EnsemblePredictor
     from posthoc_uq.heads.linearized import LinearizedPredictor
     from posthoc_uq.heads.moments import MomentsPredictor
+    from posthoc_uq.heads.outputs import OutputsPredictor
     from posthoc_uq.heads.referral import Referral
     from posthoc_uq.heads.sampling import SamplingPredictor
 
@@ -25,6 +26,7 @@ __all__ = [
     "EnsemblePredictor",
     "LinearizedPredictor",
     "MomentsPredictor",
+    "OutputsPredictor",
     "Predictor",
     "Referral",
     "SamplingPredictor",
@@ -36,6 +38,7 @@ AnyHead = TypeVar("AnyHead", bound=type[Predictor])
 # on first use: moments and draws have rooms of their own
 OFFERED = {
     "sampling": "SamplingPredictor",
+    "outputs": "OutputsPredictor",
     "moments": "MomentsPredictor",
     "linearized": "LinearizedPredictor",
     "referral": "Referral",

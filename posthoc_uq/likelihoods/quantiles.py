@@ -265,7 +265,7 @@ class Quantiles(Likelihood):
 
     # The Fisher
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def exact_factors(self, outputs: Tensor, there: Tensor | None = None) -> Iterator[Tensor]:
         """One a level."""
         densities = self.densities(outputs)
         for column in _normalised(self.levels).root.to(densities).unbind(1):

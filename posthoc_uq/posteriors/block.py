@@ -119,6 +119,7 @@ ROWS = "row covariances"  # for the variance that a layer's weights give to its 
 LOG_DETERMINANT = "a log-determinant"  # of the precision
 PRECISION = "a precision"  # in products with weights
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
+GIVEN = "outputs without a model"  # which no block has, and a posterior over no weights
 
 
 # Statistics of two parts of the data added up, or those of one part taken out again.
@@ -539,7 +540,8 @@ def check_bounds(attributes: Mapping[str, Any], name: str, low: int, high: int) 
     return value
 
 
-FAMILIES: Registry[tuple[str, ...]] = Registry()
+OUTPUTS_ALONE = "outputs"  # in place of a method's name, of a posterior over no weights
+FAMILIES: Registry[tuple[str, ...]] = Registry(hidden={OUTPUTS_ALONE: ()})
 """The kinds of blocks that the posteriors of a method are made of, by the method's name. Files need it, and `methods`,
 which stands above them, fills it."""
 

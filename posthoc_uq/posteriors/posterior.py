@@ -201,7 +201,8 @@ class Posterior:
         proof: of how that model uses the layers, from the fit; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
-        capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
+        capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`; without any it is of
+            outputs alone, `posthoc_uq.calibrate_outputs`.
         settings: all hyperparameters as one value.
         tunable: names of the hyperparameters that have a meaning here and may be changed.
         fixed_by_training: names of those that the training optimised: they are known, and cannot be changed.
@@ -285,7 +286,7 @@ class Posterior:
         self.fingerprint, self.buffers_fingerprint = fingerprint, buffers_fingerprint
         self.others_fingerprint = others_fingerprint
         by_block = [type(block).capabilities() for block in self.blocks.values()]
-        self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
+        self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset({can.GIVEN})
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
         outputs |= set(BY_CLASS) if likelihood.class_logits else set()
@@ -1097,15 +1098,15 @@ class Posterior:
             if block is not None:
                 row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
             rows.append(row)
-        summary: dict[str, Any] = {
-            "method": self.method,
-            "likelihood": self.likelihood.name,
-            "layers": len(self.layers),
-            "parameters with a posterior": sum(layer.parameters for layer in self.layers.values()),
-            "numbers stored": sum(block.numbers() for block in blocks.values()),
-            "bytes stored": sum(block.bytes() for block in blocks.values()),
-            **self.reported(),
-        }
+        summary: dict[str, Any] = {"method": self.method, "likelihood": self.likelihood.name}
+        if blocks:  # else it is of outputs alone
+            summary |= {
+                "layers": len(self.layers),
+                "parameters with a posterior": sum(layer.parameters for layer in self.layers.values()),
+                "numbers stored": sum(block.numbers() for block in blocks.values()),
+                "bytes stored": sum(block.bytes() for block in blocks.values()),
+            }
+        summary |= self.reported()
         if heads := self.likelihood.head_likelihoods:
             summary["likelihoods of the heads"] = ", ".join(f"{name} {h.name}" for name, h in heads.items())
         if self.features is not None:

@@ -25,7 +25,8 @@ HEADS: Registry[Any] = Registry(
         "sampling": Later("posthoc_uq.heads.sampling", "SamplingPredictor"),
         "moments": Later("posthoc_uq.heads.moments", "MomentsPredictor"),
         "linearized": Later("posthoc_uq.heads.linearized", "LinearizedPredictor"),
-    }
+    },
+    hidden={"outputs": Later("posthoc_uq.heads.outputs", "OutputsPredictor")},
 )
 """The classes of heads by name: a file that names one is read before any head is imported."""
 NOVELTIES = ("", "posterior")

@@ -153,7 +153,7 @@ def fit(
         likelihood: what the model's outputs mean.
         val_data: held-out data with labels; the fit calibrates by them, a training ends at its best.
         val_split: part of the held-out data, such as train[50000:].
-        layers: all, everything, last, trainable, names or patterns; by default chosen, as the report says.
+        layers: all, everything, last, trainable, names or patterns; by default, see the report.
         prior_precision: a number; faithful (the default), for the widest posterior whose predictions stay near the
             model's own; or evidence, for the maximum of the log marginal likelihood. For a training a number is the
             method's own prior precision.
