@@ -293,7 +293,7 @@ class MomentsPredictor(GaussianPredictor):
             # a tuple hides it from `nn.Module`
             self._replica = (replicate(self._model[0], posterior.trained_mean),)
         self._frozen = FrozenPart(self.network, posterior.mean)
-        self._checked = False
+        self._checked, self._unused = False, frozenset[str]()
         self._take_weights()
 
     def _take_weights(self) -> None:
@@ -364,19 +364,23 @@ class MomentsPredictor(GaussianPredictor):
         """`propagate`, through the whole network or the rest of it."""
         network, layers = self.network if rest is None else rest, self._posterior.layers
         parameters, of_layers = dict(network.named_parameters()), self.noises
+        weights = [(parameters[layers[p.layer].weight], p) for p in of_layers]
         outputs = propagate(
-            partial(batch.fresh().call_any, network),
-            [
-                (parameters[layers[p.layer].weight], p)
-                for p in of_layers
-                if not layers[p.layer].rule.by_gradients  # a product with such a weight is not all of its use
-            ],
+            lambda: batch.fresh().call_any(network),
+            [pair for pair in weights if not layers[pair[1].layer].rule.by_gradients],
             self._rules,
             partial(running_module, network),
+            # a product with such a weight need not be all of its use
+            [
+                pair
+                for pair in weights
+                if layers[pair[1].layer].rule.by_gradients and pair[1].layer not in self._unused
+            ],
         )
         if not self._checked:
             self._checked = True
             unused = [p.layer for p in of_layers if p.layer not in outputs.used]
+            self._unused = frozenset(unused)
             if unused:
                 warn_user(
                     f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that "

@@ -40,6 +40,7 @@ def propagate(
     posteriors: Iterable[tuple[Tensor, WeightPosterior]],
     rules: Rules,
     where: Callable[[], str] = lambda: "",
+    unproved: Iterable[tuple[Tensor, WeightPosterior]] = (),
 ) -> OutputMoments:
     """Mean and variance of a model's outputs in one pass of its own code.
 
@@ -48,12 +49,20 @@ def propagate(
         posteriors: every uncertain weight, as the very tensor that the model's code uses, with its variances.
         rules: choices between forms of rules.
         where: names the module that is running, for messages.
+        unproved: weights of which it is not known that linear layers are their only use; of one that is used otherwise
+            the variance is left out.
 
     Raises:
         PosthocUQError: a function has no rule, or writes into an activation.
     """
-    with Pass(rules, {id(weight): posterior for weight, posterior in posteriors}, where) as state:
-        outputs: Any = output_tensor(run())
+    known = {id(weight): posterior for weight, posterior in posteriors}
+    others = {id(weight): posterior for weight, posterior in unproved}
+    while True:
+        with Pass(rules, known | others, where, others) as state:
+            outputs: Any = output_tensor(run())
+        if not state.elsewhere:
+            break
+        others = {key: posterior for key, posterior in others.items() if key not in state.elsewhere}
     if not isinstance(outputs, MomentTensor):
         return OutputMoments(outputs, torch.zeros_like(outputs), None, state.used)
     return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, state.used)

@@ -7,7 +7,7 @@ two moments). A function without a rule follows the policy of the pass; no varia
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import sqrt
@@ -227,9 +227,11 @@ class Pass(CallMode):
         rules: choices between forms of rules.
         posteriors: of the layers' weights, by the identity of the weight that the model's code uses.
         where: gives the name of the module that is running, for messages.
+        unproved: those of the weights of which it is not known that linear layers are their only use.
 
     Attributes:
         used: the names of the layers whose weights were used.
+        elsewhere: the unproved weights that were used otherwise than once by a linear layer, by their identities.
     """
 
     def __init__(
@@ -237,10 +239,12 @@ class Pass(CallMode):
         rules: Rules,
         posteriors: Mapping[int, WeightPosterior],
         where: Callable[[], str] = lambda: "",
+        unproved: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.rules, self.posteriors, self.where = rules, posteriors, where
-        self.used: set[str] = set()
+        self.used, self.elsewhere = set[str](), set[int]()
+        self._unproved, self._linear = unproved, set[int]()
         self._written: dict[int, tuple[Tensor, MomentTensor]] = {}  # plain tensors that became uncertain
 
     def _present(self, value: Any) -> Any:
@@ -264,6 +268,8 @@ class Pass(CallMode):
             if any(isinstance(x, MomentTensor) for x in pytree.tree_leaves((args, kwargs))):
                 types = (*types, MomentTensor)
         call = affine_call(func, args, kwargs)
+        if self._unproved and func not in QUERIES:
+            self._note_uses(call, args, kwargs)
         if call is not None and id(call.parameter) in self.posteriors:
             self.used.add(self.posteriors[id(call.parameter)].layer)
             return RULES[AffineCall](self, call)
@@ -290,6 +296,15 @@ class Pass(CallMode):
             if loss.ndim == 0:  # one number for the batch, which no prediction reads; others are outputs
                 return loss
         return self.unknown(func, args, kwargs)
+
+    def _note_uses(self, call: AffineCall | None, args: Any, kwargs: Any) -> None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            key = id(leaf)
+            if key in self._unproved:
+                linear = call is not None and call.kind == "linear" and call.weight is leaf
+                if not linear or key in self._linear:
+                    self.elsewhere.add(key)
+                self._linear.add(key)
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function without a rule, by the policy of the pass."""
