@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log, nan, pi
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_helpers import NETS, failure, run, run_json
 from networks import inputs_of, mlp
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
@@ -307,6 +309,32 @@ def test_leave_one_out_of_each_output_takes_its_own_rows() -> None:
         own = uq.tune(posterior, [(x[rows], alone[rows])], **options)
         expected = own.history.leave_one_out.noise_variance[output]
         assert float(errors[output]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_empty_cells_of_target_columns(tmp_path: Path) -> None:
+    """A fit, an evaluation and predictions of a table, and the network's scale by the training data."""
+    (tmp_path / "nets.py").write_text(NETS)
+    targets = with_holes(VALUES * torch.tensor([5.0, 0.1]) + 3)
+    cells = [["" if value != value else str(value) for value in row] for row in targets.tolist()]
+    rows = [[*map(str, x[:3]), *own] for x, own in zip(X.tolist(), cells, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(map(",".join, [list("abcyz"), *rows])) + "\n")
+    words = [tmp_path / "t.csv", "--model", f"{tmp_path / 'nets.py'}:two"]
+    said = failure("fit", *words, "-o", tmp_path / "p.h5", "--target y,z --likelihood regression")
+    assert "--missing ignore" in said
+    scale = "--likelihood.mean data --likelihood.std 5,0.1 --missing ignore --prior-precision 2"
+    run("fit", *words, "-o", tmp_path / "p.h5", "--target y,z --likelihood regression --method diag", scale)
+    made: dict[str, Any] = {}
+    exec(NETS, made)
+    posterior = uq.load(tmp_path / "p.h5", made["two"]())
+    torch.testing.assert_close(posterior.likelihood.target_mean, targets.float().double().nanmean(0))
+    assert (
+        posterior.likelihood.target_std.tolist() == [5.0, 0.1] and posterior.evidence.present == THERE.sum()
+    )
+    said = run_json("evaluate", tmp_path / "p.h5", *words)
+    errors = uq.wrap(made["two"](), posterior)(X[:, :3].float()).mean - targets
+    assert said["quality"]["diag, linearized"]["RMSE"] == pytest.approx(
+        float(errors[THERE].square().mean().sqrt()), rel=1e-4
+    )
 
 
 class Together(uq.Likelihood):

@@ -375,9 +375,10 @@ class Heteroscedastic(_Normals):
     them.
 
     Args:
-        mean: as of `Gaussian`. A log variance is that of the standardised targets.
-        std: likewise.
-        support: likewise.
+        mean: of the targets, as of `Gaussian`. A log variance is that of the standardised targets.
+        std: their standard deviation, likewise.
+        support: as of `Gaussian`.
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, with their mean and their log variance.
 
     Raises:

@@ -174,11 +174,14 @@ def _in_words(kind: Any) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
+def _choices(kind: Any) -> list[str]:
+    """The words that a value can be."""
+    return [str(name) for part in _parts(kind) if get_origin(part) is Literal for name in get_args(part)]
+
+
 def _metavar(option: Option) -> str:
     """What stands for an option's value in the help; nothing for a flag."""
-    choices = [
-        str(name) for part in _parts(option.kind) if get_origin(part) is Literal for name in get_args(part)
-    ]
+    choices = _choices(option.kind)
     if choices:
         numbers = ["N"] if {int, float} & {*_parts(option.kind)} else []
         return f"{{{','.join(choices + numbers)}}}"
@@ -372,14 +375,19 @@ class Command:
                 typed[key] = [*typed.get(key, []), *_several(value, kind, split=key not in _WHOLE)]
             else:
                 typed[key] = self._value(key, value)
-        return typed
+        return {
+            key: self._value(key, value) if isinstance(value, list) else value for key, value in typed.items()
+        }
 
     def _value(self, key: str, value: Any) -> Any:
         """A value as jsonargparse takes it, of one that may be written in other ways."""
         kind = self.kinds[key]
         parts = _parts(kind)
         if _is_list(kind):
-            return value if value is None or isinstance(value, list) else [value]
+            several = [] if value is None else value if isinstance(value, list) else [value]
+            if len(several) == 1 and several[0] in _choices(kind):
+                return several[0]
+            return several or value
         if _is_flag(kind) and isinstance(value, str):
             return _TRUTHS.get(value.lower(), value)
         return None if value == "none" and type(None) in parts and str not in parts else value

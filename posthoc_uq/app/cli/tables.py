@@ -96,7 +96,11 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
 
     fixed = COLUMNS in info.kept
     way_out = "" if fixed else ", or leave the column out with --columns"
-    numbers = {name: _numbers(frame, name, place, way_out) for name in (*inputs, *(() if label else wanted))}
+    gaps = info.likelihood.missing == "ignore"
+    numbers = {name: _numbers(frame, name, place, way_out) for name in inputs}
+    if label is None:
+        way_out = ", or say --missing ignore" if "missing" in info.likelihood.fields.model_fields else ""
+        numbers |= {name: _numbers(frame, name, place, way_out, gaps) for name in wanted}
     x = torch.from_numpy(np.stack([numbers[name] for name in inputs], axis=1))
     model.run(x[0], "a row", _advice(model.model, inputs, fixed))
     kept: dict[str, Any] = {COLUMNS: inputs} | ({TARGETS: targets} if targets else {})
@@ -218,8 +222,8 @@ def _frame(path: str, header: Sequence[str], separator: str, label: str | None) 
     return frame
 
 
-def _numbers(frame: Any, name: str, place: Any, way_out: str) -> Any:
-    """A column of numbers, (rows,), float32."""
+def _numbers(frame: Any, name: str, place: Any, way_out: str, gaps: bool = False) -> Any:
+    """A column of numbers, (rows,), float32; with `gaps` NaN where a cell is empty."""
     import pandas
 
     cells: Any = frame[name]
@@ -228,7 +232,7 @@ def _numbers(frame: Any, name: str, place: Any, way_out: str) -> Any:
         if cells.dtype.kind in "bO":  # pandas reads the text True as a truth
             numbers = numbers.astype(float).mask(cells.map(_is_truth), np.nan)
         values = np.asarray(numbers, dtype=np.float64).astype(np.float32)
-    wrong = np.flatnonzero(~np.isfinite(values))
+    wrong = np.flatnonzero(~np.isfinite(values) & ~(gaps & np.asarray(cells.isna())))
     if len(wrong):
         cell = cells.iloc[int(wrong[0])]
         reason = "no value, or none that is finite in float32"
