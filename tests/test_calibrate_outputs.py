@@ -192,6 +192,23 @@ def test_outputs_with_positions() -> None:
     assert torch.equal(found.set(0.7), expected.set(0.7))
 
 
+def test_maps_of_means_and_targets_that_are_not_there() -> None:
+    means = inputs_of(2, 3, 3, samples=60, dtype=torch.float64)
+    targets = means + torch.tensor([[[0.3]], [[1.5]]]) * inputs_of(
+        2, 3, 3, samples=60, seed=2, dtype=torch.float64
+    )
+    targets[::3, 0, 0] = math.nan
+    noise = torch.stack([(targets - means).square()[:, c].nanmean() for c in (0, 1)])
+    calibrated = uq.calibrate_outputs(means, targets, likelihood=uq.Gaussian(missing="ignore"))
+    found = calibrated(means[:4]).noise_variance[0, :, 0, 0]
+    torch.testing.assert_close(found, noise, rtol=1e-2, atol=0)
+    deviations = noise.sqrt().reshape(2, 1, 1).expand(means.shape)
+    pair = uq.calibrate_outputs((means, deviations), targets, likelihood=uq.Gaussian(missing="ignore"))
+    bounds = [pair(means[:4], deviations[:4]).interval(0.9), calibrated(means[:4]).interval(0.9)]
+    for own, other in zip(*bounds, strict=True):
+        torch.testing.assert_close(own, other)
+
+
 # What it returns
 
 
@@ -288,6 +305,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "jointly without deviations": (
         lambda: uq.calibrate_outputs(LOGITS, LOGITS + 1, likelihood="regression", jointly=True),
         r"outputs=\(means, deviations\)",
+    ),
+    "a scale of the data": (
+        lambda: uq.calibrate_outputs(LOGITS, LOGITS, likelihood=uq.Gaussian(mean="data")),
+        "found by a fit",
     ),
     "no label": (lambda: uq.calibrate_outputs(LOGITS, LABELS + 3), "must lie in 0"),
     "an option": (lambda: uq.calibrate_outputs(LOGITS, LABELS, **OTHER), "Did you mean 'sets'"),

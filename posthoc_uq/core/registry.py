@@ -53,8 +53,8 @@ class Registry(MutableMapping[str, Thing]):
         rows: Mapping[str, Thing | Later] | None = None,
         hidden: Mapping[str, Thing | Later] | None = None,
     ) -> None:
-        self._hidden = frozenset(hidden or ())
-        self._rows: dict[str, Thing | Later] = {**(rows or {}), **(hidden or {})}
+        self._rows: dict[str, Thing | Later] = dict(rows or {})
+        self._hidden: dict[str, Thing | Later] = dict(hidden or {})
 
     def add(self, name: str, thing: Thing) -> Thing:
         """Enter a thing, unless another has the name; gives the one that has it."""
@@ -68,9 +68,10 @@ class Registry(MutableMapping[str, Thing]):
         self._rows.setdefault(name, Later(module, attribute))
 
     def __getitem__(self, name: str) -> Thing:
-        found = self._rows[name]
+        rows = self._hidden if name in self._hidden else self._rows
+        found = rows[name]
         if isinstance(found, Later):
-            found = self._rows[name] = cast(Thing, found.load())
+            found = rows[name] = cast(Thing, found.load())
         return found
 
     def __setitem__(self, name: str, thing: Thing) -> None:
@@ -80,13 +81,13 @@ class Registry(MutableMapping[str, Thing]):
         del self._rows[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self._rows or name in self._hidden
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._rows if name not in self._hidden)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._rows) - len(self._hidden)
+        return len(self._rows)
 
 
 def shown_names(value: object, base: type) -> list[str]:

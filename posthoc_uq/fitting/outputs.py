@@ -80,17 +80,17 @@ def calibrate_outputs(
             f"{tuple(values.shape)}."
         )
     form, meaning = _form_of(arrays, likelihood, check_option("probabilities", probabilities, bool))
-    network = GivenOutputs(form, meaning.softmax)
+    network = GivenOutputs(form, meaning)
     given = network(*arrays)
     meaning.check(given, values)
     _check_no_probabilities(given, form, meaning)
     if isinstance(meaning, Gaussian) and meaning.finds_noise:
-        if jointly and arrays[0].ndim == 2 and arrays[0].shape[1] > 1:
+        meaning = _with_noise_of(meaning, given, values)
+        if jointly and meaning.noise_variance.numel() > 1:
             raise PosthocUQError(
                 "jointly=True compares the errors of several values, which needs their standard deviations; give "
                 "outputs=(means, deviations)."
             )
-        meaning = _with_noise_of(meaning, given, values)
     columns = arrays[0][0].numel() if arrays[0].ndim <= 2 else 0
     head = HeadRecord(name="outputs", options={"form": form, "columns": columns}, criterion="given")
     posterior = Posterior(
@@ -128,7 +128,7 @@ def predictor_of(posterior: Posterior) -> OutputsPredictor:
     if head is None or head.name != OutputsPredictor.head:
         raise PosthocUQError("It does not say what outputs were calibrated.")
     options: dict[str, Any] = head.options
-    network = GivenOutputs(options.get("form", "outputs"), posterior.likelihood.softmax)
+    network = GivenOutputs(options.get("form", "outputs"), posterior.likelihood)
     return OutputsPredictor(network, posterior.replaced(model=network), **options)
 
 
@@ -171,12 +171,21 @@ def _form_of(
         PosthocUQError: the likelihood has no such outputs.
     """
     found = resolve_likelihood(likelihood)
+    if getattr(found, "scale_from_data", ()):
+        raise PosthocUQError("mean='data' and std='data' are found by a fit; give uq.Gaussian their numbers.")
     if len(arrays) == 2:
         if found.name != Gaussian.name:
             raise PosthocUQError(
                 f"A pair of means and standard deviations is of likelihood='regression', and this is {found.name!r}."
             )
-        return "deviations", Heteroscedastic()
+        assert isinstance(found, Gaussian)
+        return "deviations", Heteroscedastic(
+            mean=found.target_mean,
+            std=found.target_std,
+            support=found.support,
+            channel_dim=found.channel_dim,
+            missing=found.missing,
+        )
     if probabilities and found.name not in _WITH_PROBABILITIES:
         raise PosthocUQError(
             f"probabilities=True is for the likelihoods {', '.join(_WITH_PROBABILITIES)}, not {found.name!r}."
@@ -194,9 +203,13 @@ def _check_no_probabilities(outputs: Tensor, form: GivenForm, likelihood: Likeli
         )
 
 
-def _with_noise_of(likelihood: Gaussian, outputs: Tensor, targets: Tensor) -> Likelihood:
-    """With the mean squared residual of each output as its noise variance. Intervals do not depend on it: they are
-    ``m -+ q s`` with the held-out ``|y - m| / s``, for each output by itself.
+def _with_noise_of(likelihood: Gaussian, outputs: Tensor, targets: Tensor) -> Gaussian:
+    """With the mean squared residual of each output, or channel, as its noise variance. Intervals do not depend on it:
+    they are ``m -+ q s`` with the held-out ``|y - m| / s``, for each output by itself.
     """
-    squares = as_double(likelihood.residuals(outputs, targets)).square().reshape(len(outputs), -1)
-    return likelihood.with_noise(squares.nanmean(0).clamp(min=_LEAST_NOISE).cpu())
+    squares, there = as_double(likelihood.residuals(outputs, targets)).square(), likelihood.there(targets)
+    counts = torch.ones_like(squares) if there is None else as_double(there).reshape(squares.shape)
+    axis = likelihood.channel_axis(outputs) if outputs.ndim > 1 else 0
+    size = outputs.shape[axis] if outputs.ndim > 1 else 1
+    sums, numbers = (each.movedim(axis, -1).reshape(-1, size).sum(0) for each in (squares, counts))
+    return likelihood.with_noise((sums / numbers.clamp(min=1)).clamp(min=_LEAST_NOISE).cpu())

@@ -14,6 +14,7 @@ from posthoc_uq.core.devices import at_least_float32
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Natural, check_option, one_of
 from posthoc_uq.heads.predictor import Predictor, scaled_logits
+from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors import GIVEN, Posterior
 from posthoc_uq.posteriors.report import Report
@@ -28,13 +29,13 @@ class GivenOutputs(nn.Module):
 
     Args:
         form: of what is given.
-        softmax: whether probabilities are those of several classes.
+        likelihood: of them.
     """
 
-    def __init__(self, form: GivenForm = "outputs", softmax: bool = False) -> None:
+    def __init__(self, form: GivenForm, likelihood: Likelihood) -> None:
         super().__init__()
         self.form: GivenForm = form
-        self.softmax = softmax
+        self.softmax, self.channel_dim = likelihood.softmax, int(getattr(likelihood, "channel_dim", 1))
         # says on which device it is, and in which precision arrays become tensors
         self.place = nn.Parameter(torch.zeros((), dtype=torch.float64, device="cpu"), requires_grad=False)
 
@@ -61,8 +62,10 @@ class GivenOutputs(nn.Module):
                     f"Standard deviations must be above 0 and of the shape of the means, {tuple(outputs.shape)}; these "
                     f"are of {tuple(deviations.shape)}."
                 )
-            means, logs = (each.reshape(len(outputs), -1) for each in (outputs, deviations.to(outputs).log()))
-            return torch.cat([means, 2 * logs], 1)
+            halves = [outputs, 2 * deviations.to(outputs).log()]
+            if outputs.ndim == 1:
+                return torch.stack(halves, 1)
+            return torch.cat(halves, self.channel_dim if outputs.ndim > 2 else 1)
         if self.form != "probabilities":
             return outputs
         if not bool(((outputs >= 0) & (outputs <= 1)).all()):
