@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm, 
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
@@ -404,13 +405,18 @@ def model_device(model: nn.Module) -> torch.device:
     )
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a part of it computes in whole numbers."""
+    return any("quantized" in type(module).__module__.split(".") for module in model.modules())
+
+
 def _without(model: nn.Module) -> str:
     """Why a model has no parameters, in words; empty where it cannot be told."""
     for name, module in model.named_modules():
         if "quantized" in type(module).__module__.split("."):
             return (
-                f": '{name}' ({type(module).__name__}) is quantised, and its whole numbers are none; fit the model "
-                f"as it was before the quantisation"
+                f": '{name}' ({type(module).__name__}) is quantised, and its whole numbers are none; leave the last "
+                f"layer in floating point, or fit the model as it was before"
             )
         if isinstance(module, torch.jit.ScriptModule):
             return f": '{name}' is a TorchScript module that was frozen; pass the original nn.Module"
@@ -491,19 +497,28 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
     """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
 
     Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
-    little-endian; of a sparse one the places, as int64, and the numbers that are there.
+    little-endian; of a sparse one the places, as int64, and the numbers that are there; of one that is made of others,
+    as torchao's whole numbers and their scales, those of all of them.
     """
     digest = sha256()
     for name in sorted(parameters):
-        tensor, parts = parameters[name].detach().cpu(), list[Tensor]()
-        if tensor.layout == torch.strided:
-            parts.append(tensor)
-        else:
-            sparse = tensor.to_sparse_coo().coalesce()
-            parts += [sparse.indices(), sparse.values()]
+        tensor = parameters[name].detach().cpu()
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        parts = [tensor] if plain else _plain_parts(tensor)
         shape = ",".join(str(size) for size in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {shape}\n".encode(errors="surrogatepass"))
         for part in parts:
             digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold the numbers of a tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+        return [part for each in inner if isinstance(each, Tensor) for part in _plain_parts(each)]
+    if tensor.layout == torch.strided:
+        return [tensor]
+    sparse = tensor.to_sparse_coo().coalesce()
+    return [sparse.indices(), sparse.values()]
