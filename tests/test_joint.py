@@ -633,3 +633,74 @@ def test_slots(tmp_path: Path) -> None:
     of_filled = prediction.logits.masked(there).scores()["entropy"][there.any(1)]
     scores = measured["logits"].predictions["linearized"]["test"].scores()["entropy"][there.any(1)]
     torch.testing.assert_close(scores, of_filled, rtol=1e-5, atol=1e-6)
+
+
+def test_drawn_labels_of_two_heads_are_independent() -> None:
+    model, x, targets = data()
+    likelihood: Any = fit(model, [(x, targets)], "diag").likelihood
+    samples = 40_000
+    outputs, keys = outputs_of(model, x[:1]).detach(), torch.arange(samples)
+    (scores,) = likelihood.gradients(outputs.expand(samples, 5), None, keys, "mc")
+    expected = fishers(model, x[:1])[0]
+    # the standard error of a mean over the draws is at most 3.3 / 200
+    torch.testing.assert_close(scores.T @ scores / samples, expected, rtol=0, atol=0.08)
+    factors = torch.stack([factor[0] for factor in likelihood.exact_factors(outputs)])
+    torch.testing.assert_close(factors.T @ factors, expected)
+    drawn = likelihood.split_targets(likelihood.draw(outputs.expand(samples, 5), keys, 0))
+    shares = drawn["label"].bincount(minlength=3) / samples
+    torch.testing.assert_close(
+        shares, model(x[:1])["label"][0].detach().softmax(0).float(), rtol=0, atol=0.01
+    )
+
+
+def test_many_outputs_are_drawn() -> None:
+    model, x = Two(), inputs_of(3, samples=12, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.value = nn.Linear(4, 300).double()
+    targets = {"label": torch.arange(12) % 3, "value": model(x)["value"].detach() + 0.3}
+    posterior = uq.fit(
+        model,
+        [(x, targets)],
+        "diag",
+        likelihood=uq.Joint(label="classification", value="regression"),
+        layers="all",
+        progress=False,
+    )
+    own, exact = (uq.wrap(model, posterior, engine=engine)(x[:2]) for engine in ("auto", "exact"))
+    ratios = own.value.epistemic_variance / exact.value.epistemic_variance
+    assert float((ratios - 1).abs().max()) > 1e-3 and float(ratios.mean()) == pytest.approx(1, abs=0.25)
+
+
+class Sliced(nn.Module):
+    """Three values of one layer, together or as two heads."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = self.body(x)
+        return {"one": outputs[:, 0], "two": outputs[:, 1:]} if self.apart else outputs
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+def test_heads_that_are_parts_of_one_regression(method: str) -> None:
+    """Every method then has the posterior of that regression, a closed form of its last layer or not."""
+    x = inputs_of(3, samples=SAMPLES, dtype=torch.float64)
+    y = inputs_of(3, samples=SAMPLES, seed=7, dtype=torch.float64)
+    likelihood = uq.Joint(one=uq.Gaussian(NOISE), two=uq.Gaussian(NOISE))
+    for layers in ("all", "last"):
+        whole, apart = Sliced(False), Sliced(True)
+        expected = fit(whole, [(x, y)], method, uq.Gaussian(NOISE), layers=layers)
+        found = fit(apart, [(x, (y[:, 0], y[:, 1:]))], method, likelihood, layers=layers)
+        for head in ("linearized", "moments"):
+            one, both = uq.wrap(whole, expected, head)(x[:4]), uq.wrap(apart, found, head)(x[:4])
+            variances = torch.cat([both.one.variance[:, None], both.two.variance], 1)
+            torch.testing.assert_close(variances, one.variance)
+            torch.testing.assert_close(both.log_prob((y[:4, 0], y[:4, 1:])), one.log_prob(y[:4]))
+        evidences = [float(p.log_marginal_likelihood()) for p in (expected, found)]
+        assert evidences[1] == pytest.approx(evidences[0], rel=1e-9)
