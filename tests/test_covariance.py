@@ -163,9 +163,11 @@ def test_numbers_of_the_weights(case: str, groups: int) -> None:
     torch.testing.assert_close(covariance.variance().flatten(), sigma.diagonal(), **CLOSE)
     drawn = covariance.transform(torch.eye(layer.parameters, dtype=DOUBLE).reshape(-1, *whole)).flatten(1)
     torch.testing.assert_close(drawn.T @ drawn, sigma, **CLOSE)
-    like, generator = torch.empty(whole, dtype=DOUBLE), torch.Generator()
-    alone = [covariance.draw(generator.manual_seed(seed), like) for seed in (3, 4, 5)]
-    torch.testing.assert_close(covariance.draws([3, 4, 5], like), torch.stack(alone), **CLOSE)
+    like, seeds = torch.empty(whole, dtype=DOUBLE), [130, 3, 5, 4, *range(64, 128), 131]
+    many = covariance.draws(seeds, like)
+    for place in (0, 1, 2, 10, 68):  # whole groups, parts of them, and in another order
+        assert torch.equal(covariance.draws(seeds[place : place + 1], like)[0], many[place])
+    assert len(many.flatten(1).unique(dim=0)) == len(seeds) or not sigma.any()
     uncertain = sigma.diagonal() > 0
     expected = -torch.logdet(sigma[uncertain][:, uncertain])
     torch.testing.assert_close(covariance.log_determinant(), expected, **CLOSE)

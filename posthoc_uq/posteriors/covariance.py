@@ -161,21 +161,14 @@ class LayerRows(NamedTuple):
     gradients: Tensor
 
 
-_ALIGNED_BYTES = 64  # between the numbers of draws: products round by where their matrices begin
+DRAW_GROUP = 64
+"""Consecutive seeds, from a multiple of it on, of draws that may be made together."""
+_GROUP_NUMBERS = 2**16  # of the draws that are made together
 
 
-def normals_of(seeds: Sequence[int], like: Tensor) -> Tensor:
-    """The standard normals of each seed, ``(draws, *shape)``, in the number format and on the device of `like`. Those
-    of a draw begin where memory is aligned, as if they were alone.
-    """
-    step = _ALIGNED_BYTES // like.element_size()
-    rows = like.new_empty(len(seeds), -(-like.numel() // step) * step, device="cpu")
-    drawn, generator = rows[:, : like.numel()].unflatten(1, like.shape), torch.Generator()
-    for own, seed in zip(drawn, seeds, strict=True):
-        own.normal_(generator=generator.manual_seed(seed))
-    if like.device.type == "cpu":
-        return drawn
-    return rows.to(like.device)[:, : like.numel()].unflatten(1, like.shape)
+def draws_together(numbers: int) -> int:
+    """How many draws of so many numbers are made together, a power of two."""
+    return 1 << min(DRAW_GROUP, max(1, _GROUP_NUMBERS // max(1, numbers))).bit_length() - 1
 
 
 Self = TypeVar("Self", bound="Covariance")
@@ -210,28 +203,43 @@ class Covariance:
     # Draws
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        """One draw of the block's weights, ``(G, m, n)``.
+        """One draw of the block's weights, ``(G, m, n)``, where draws are not transformed normals.
 
         Args:
             generator: on the CPU, so that every device gets the same random numbers.
             like: a tensor with the draw's shape, number format and device.
         """
-        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
-        return self.transform(normals.unsqueeze(0))[0]
+        raise self._cannot("draws")
 
-    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
+    def draws(self, seeds: Sequence[int], like: Tensor, wide: bool = True) -> Tensor:
         """One draw for each seed, ``(draws, G, m, n)``, each the same bit for bit whatever others are made with it.
 
-        Products of several draws, and products at another place of the memory, round otherwise than that of one: a
-        subclass that overrides this does together what is done number by number, and has a product for each draw.
+        Products of several draws round otherwise than that of one. So a draw that `transform` makes is always made
+        with all draws of its group, whose seeds begin at a multiple of their number; of many weights it is alone.
 
         Args:
-            seeds: of the generator that `draw` takes.
+            seeds: those of a group side by side; of the generators where `draw` makes them.
             like: see `draw`.
+            wide: whether the weights have float64, which normals of 24 random bits would show.
         """
-        drawn, generator = like.new_empty(len(seeds), *like.shape), torch.Generator()
-        for own, seed in zip(drawn, seeds, strict=True):
-            own.copy_(self.draw(generator.manual_seed(seed), like))
+        drawn, generator, start = like.new_empty(len(seeds), *like.shape), torch.Generator(), 0
+        if type(self).draw is not Covariance.draw:
+            for own, seed in zip(drawn, seeds, strict=True):
+                own.copy_(self.draw(generator.manual_seed(seed), like))
+            return drawn
+        together = draws_together(like.numel())
+        dtype = like.dtype if wide else torch.float32
+        normals = like.new_empty(together, *like.shape, dtype=dtype, device="cpu")
+        while start < len(seeds):
+            group, places = seeds[start] // together, slice(None)
+            stop = start + together
+            if list(seeds[start:stop]) != [*range(group * together, (group + 1) * together)]:
+                same = [seed // together == group for seed in seeds[start:stop]]
+                stop = start + (same.index(False) if False in same else len(same))
+                places = [seed % together for seed in seeds[start:stop]]
+            made = self.transform(normals.normal_(generator=generator.manual_seed(group)).to(like))
+            drawn[start:stop] = made[places]
+            start = stop
         return drawn
 
     def transform(self, normals: Tensor) -> Tensor:
@@ -1086,9 +1094,6 @@ def joined_rows(covariances: Tensor, joint: bool) -> Tensor:
 class DiagonalPrecision(Independent):
     """A diagonal precision ``(G, m, n)``."""
 
-    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
-        return self.transform(normals_of(seeds, like))
-
     def transform(self, normals: Tensor) -> Tensor:
         return normals * self.weights.sqrt()
 
@@ -1127,12 +1132,6 @@ class Kronecker(Independent):
     def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
         super().__init__(precision, input_basis)
         self._input_basis, self._output_basis = input_basis, output_basis
-
-    def draws(self, seeds: Sequence[int], like: Tensor) -> Tensor:
-        drawn, inputs = normals_of(seeds, like).mul_(self.weights.sqrt()), self._input_basis.transpose(-1, -2)
-        for own in drawn:
-            torch.bmm(torch.bmm(self._output_basis, own), inputs, out=own)
-        return drawn
 
     def transform(self, normals: Tensor) -> Tensor:
         return self._output_basis @ (normals * self.weights.sqrt()) @ self._input_basis.transpose(-1, -2)

@@ -29,7 +29,7 @@ from posthoc_uq.layers.proof import Proof
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, PrecisionSettings
-from posthoc_uq.posteriors.covariance import Covariance
+from posthoc_uq.posteriors.covariance import DRAW_GROUP, Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, MeanFieldBlock
@@ -649,7 +649,9 @@ class Posterior:
             generator.seed()
         if not isinstance(cast(Any, generator), torch.Generator):
             raise PosthocUQError(f"generator must be a torch.Generator, not {shown(generator)}.")
-        return torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
+        groups = -(-n // DRAW_GROUP)
+        found = torch.randint(0, 2**56, (groups,), generator=generator, device=generator.device)
+        return [DRAW_GROUP * group + place for group in found.tolist() for place in range(DRAW_GROUP)][:n]
 
     def sample_from(self, seeds: Sequence[int], *, signs: Sequence[int] | None = None) -> dict[str, Tensor]:
         """The draws of these seeds; each is the same, bit for bit, whatever other draws are made with it.
@@ -671,10 +673,18 @@ class Posterior:
         for number, (name, block) in enumerate(self.blocks.items()):
             covariance, shape = self.covariance(name), self.layout.shape(name)
             like, of_block = next(iter(block.tensors().values())).new_empty(shape), dict[str, Tensor]()
-            step = max(1, _DRAWN_NUMBERS // like.numel())
+            wide = any(
+                self.mean[layer.weight].dtype == torch.float64 for layer, _ in self.layout.split(name, like)
+            )
+            step = 1 << max(1, _DRAWN_NUMBERS // max(1, like.numel())).bit_length() - 1  # of whole groups
             for start in range(0, len(unique), step):
                 part = slice(start, min(len(unique), start + step))
-                drawn = covariance.draws(mixed_seeds(unique[part], number), like)
+                keys = mixed_seeds([seed // DRAW_GROUP for seed in unique[part]], number)
+                own = [
+                    key // DRAW_GROUP * DRAW_GROUP + seed % DRAW_GROUP
+                    for key, seed in zip(keys, unique[part], strict=True)
+                ]
+                drawn = covariance.draws(own, like, wide)
                 for layer, matrix in self.layout.split(name, drawn):
                     for parameter, values in layer.to_parameters(matrix).items():
                         if start == 0:
