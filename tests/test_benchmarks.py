@@ -509,6 +509,14 @@ def test_referral(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_ensembles(tmp_path: Path) -> None:
+    _script("ensembles").main(["--smoke", "--output", str(tmp_path)])
+    for name, rows in (("classifiers", 8), ("regressors", 8)):
+        header, *lines = (tmp_path / f"ensembles_{name}.csv").read_text().splitlines()
+        assert header.startswith("pair,row,") and len(lines) == rows
+
+
+@pytest.mark.study
 def test_underconfident(tmp_path: Path) -> None:
     _script("underconfident").main(["--smoke", "--output", str(tmp_path)])
     header, *lines = (tmp_path / "underconfident_unsure.csv").read_text().splitlines()

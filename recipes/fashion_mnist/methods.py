@@ -9,7 +9,6 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -90,10 +89,8 @@ def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
 
 def deep_ensemble(models: list[nn.Module]) -> Method:
     """Networks from different initial weights (Lakshminarayanan et al., 2017)."""
-    return Method(
-        lambda images: from_logits(torch.stack([predicted(model, images, 500) for model in models])),
-        _bytes(models),
-    )
+    predictor = uq.wrap(models, None)
+    return Method(lambda images: predictor.predict(images.split(500), progress=False), _bytes(models))
 
 
 def posterior_rows(
