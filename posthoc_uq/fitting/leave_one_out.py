@@ -394,7 +394,7 @@ def set_by_leave_one_out(
     targets, absent = _without_absent(targets) if likelihood.softmax else (targets, 0)
     missing = targets.isnan()
     growths = list[tuple[list[int], _Growth]]()  # of columns whose targets are there in the same rows
-    for columns_alike in _alike(missing):
+    for columns_alike in _alike(missing) if bool(missing.any()) else [list(range(targets.shape[1]))]:
         own = (~missing[:, columns_alike[0]]).nonzero().flatten()
         if len(own) == len(targets):
             whole = kernel, targets[:, columns_alike], given, members
