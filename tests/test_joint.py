@@ -359,6 +359,10 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda: run(value=torch.full((SAMPLES, 2), math.nan)),
         "Head 'value': Some targets are not",
     ),
+    "outputs alone": (
+        lambda: uq.calibrate_outputs(torch.zeros(4, 5), torch.zeros(4, 5), likelihood=LIKELIHOOD),
+        "of one head; call it for each",
+    ),
     "a noise": (lambda: run(noise_variance=1.0), "brings its own noise"),
     "probabilities": (
         lambda: run(form=lambda label, value: (label.softmax(1), value)),
@@ -433,12 +437,24 @@ def test_found_by_the_data_of_all_heads() -> None:
     torch.testing.assert_close(half.value.mean, drawn.value.mean)
 
 
+def columns(targets: dict[str, Tensor]) -> list[Tensor]:
+    return [targets["label"][:, None], targets["value"]]
+
+
 def test_data_come_in() -> None:
     model, x, targets = data()
     halves = [(x[i], {n: t[i] for n, t in targets.items()}) for i in (slice(20), slice(20, None))]
     updated = uq.update(fit(model, halves[:1], layers="last"), halves[1:], progress=False)
     whole = fit(model, halves, layers="last")
     new = x[:5]
+    gradients = whole.sample_gradients(*halves[0]).sum(0)
+    log_prob = whole.likelihood.log_prob(
+        outputs_of(model, x[:20]),
+        torch.cat([torch.tensor([[1.0, 2.0]]).expand(20, 2), *columns(halves[0][1])], 1),
+    )
+    parameters = dict(model.named_parameters())
+    own = torch.autograd.grad(log_prob.sum(), [parameters[name] for name in whole.parameter_names])
+    torch.testing.assert_close(gradients, torch.cat([each.flatten() for each in own]))
     expected = uq.wrap(model, whole).functional_covariance(new)
     torch.testing.assert_close(uq.wrap(model, updated).functional_covariance(new), expected)
 
@@ -455,6 +471,9 @@ def test_mixtures_of_networks() -> None:
     )
     torch.testing.assert_close(both.label.probs, (one.label.probs + two.label.probs) / 2)
     torch.testing.assert_close(both.value.mean, (one.value.mean + two.value.mean) / 2)
+    promising = uq.calibrate(uq.wrap([model, other], [posterior, second]), [(x, targets)], progress=False)
+    lower, upper = promising.predict([(x, targets)], progress=False).value.interval(0.8)
+    assert bool((lower < upper).all()) and promising(x[:4]).label.set(0.8).shape == (4, 3)
 
 
 def test_promises_by_head(tmp_path: Path) -> None:

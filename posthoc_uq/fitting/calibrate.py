@@ -221,6 +221,7 @@ def calibrate(
         batch_to_targets,
         batch_to_weights,
         device=posterior.device if several else None,
+        output=posterior.output_choice if several else None,
         skips_missing=likelihood.missing == "ignore",
     )
     if several:

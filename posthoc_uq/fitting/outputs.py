@@ -73,6 +73,8 @@ def calibrate_outputs(
         PosthocUQError: arrays do not fit each other or the likelihood, or there are too few samples.
         NonFiniteError: an output is not finite.
     """
+    if isinstance(likelihood, Likelihood) and likelihood.head_likelihoods:
+        raise PosthocUQError("calibrate_outputs takes the outputs of one head; call it for each of them.")
     arrays, values = _tensors(outputs), as_targets(_tensor(targets, "targets")).detach()
     if values.ndim == 0 or len(values) != len(arrays[0]):
         raise PosthocUQError(

@@ -301,7 +301,7 @@ class EnsemblePredictor(nn.Module):
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
-        reader = BatchReader.of(self.model, batch_to_inputs, device=self.device)
+        reader = BatchReader.of(self.model, batch_to_inputs, device=self.device, output=self.output_choice)
         predictions = list[Prediction]()
         with (
             steady(*self.models, call="predict"),
