@@ -37,13 +37,14 @@ ELSEWHERE = {
     "docs/coming_from_laplace_torch.md": "test_notebooks.py",
     "docs/deployment.md": "test_serve.py",
     "docs/format.md": "test_save_load.py",
+    "docs/guides/lightning.md": "test_lightning.py",
     "docs/language_models.md": "test_transformers.py",
 }
 """Pages whose code other tests run: they check what it gives, too."""
 
 
-LARGE = ("docs/guides/images.md", "docs/methods/likelihoods.md")
-"""Pages whose code builds large networks."""
+LARGE = ("docs/guides/images.md", "docs/guides/int8.md", "docs/methods/likelihoods.md")
+"""Pages whose code builds large networks, or a program."""
 
 
 def fences(page: str) -> list[tuple[str, str]]:
