@@ -185,6 +185,9 @@ def test_without_the_option_nan_is_an_error_that_names_it() -> None:
             fitted(model_of(case), in_batches(with_holes(CASES[case][2])), case)
     with pytest.raises(uq.PosthocUQError, match="not finite"):
         fitted(model_of("regression"), in_batches(VALUES / 0), uq.Gaussian(1.0, missing="ignore"))
+    with pytest.raises(uq.PosthocUQError, match=r"a mask of targets is NaN .* missing='ignore'"):
+        masked = [(x, y, torch.ones_like(y)) for x, y in in_batches(VALUES)]
+        fitted(model_of("regression"), masked, "regression", batch_to_weights=lambda batch: batch[2])
     with pytest.raises(uq.PosthocUQError, match="All targets of output 1"):
         alone = with_holes(VALUES, torch.tensor([[True, False]]))
         fitted(model_of("regression"), in_batches(alone), uq.Gaussian(missing="ignore"))
@@ -224,6 +227,13 @@ def test_measures_are_those_of_what_is_there() -> None:
     assert measures["log density"] == pytest.approx(float(logs[4:].sum(1).mean()))
     assert measures["CRPS"] == pytest.approx(uq.evaluation.metrics.crps_gaussian(mean, variance, known))
     assert measures["coverage of 90 %"] == pytest.approx(float(inside.double().mean()))
+    twice = uq.evaluate(
+        uq.wrap([model, model], [posterior, posterior]),
+        in_batches(with_holes(targets, there), HELD_OUT, 40),
+        progress=False,
+    )
+    (mixed,) = twice.metrics.values()
+    assert mixed == pytest.approx({name: measures[name] for name in mixed}, rel=1e-5)
     losses = torch.where(there, (law.mean - targets).square(), 0.0).sum(1)[4:] / there.sum(1)[4:]
     torch.testing.assert_close(found.losses(), losses)
     assert len(found.targets) == 86 and found.figures()

@@ -196,10 +196,12 @@ class GaussianMixturePrediction(RegressionPrediction):
         if not bool((self.deviations > 0).all()):
             raise PosthocUQError("log_prob needs a positive variance; give a noise_variance above 0.")
         values = targets.to(self.mean).unsqueeze(1)
-        logs = Normal(self.means, self.deviations, validate_args=False).log_prob(values).flatten(2)
+        logs = Normal(self.means, self.deviations, validate_args=False).log_prob(values)
         if (there := self.there(values)) is not None:
-            logs = logs.masked_fill(~there.flatten(2), 0.0)
-        return torch.logsumexp(logs.sum(2) if self.mean.ndim > 1 else logs, 1) - math.log(self.means.shape[1])
+            logs = logs.masked_fill(~there, 0.0)
+        return torch.logsumexp(logs.flatten(2).sum(2) if self.mean.ndim > 1 else logs, 1) - math.log(
+            self.means.shape[1]
+        )
 
     def _crps(self, targets: Tensor) -> float:
         """Mean over inputs and outputs, in closed form (Grimit, Gneiting, Berrocal, Johnson, "The continuous ranked

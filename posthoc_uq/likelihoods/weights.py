@@ -121,9 +121,16 @@ def sample_weights(likelihood: Likelihood, outputs: Tensor, weights: Tensor | No
             mean = flat.sum(1) / counted.clamp(min=1)
             return SampleWeights(torch.where(counted > 0, mean, 1.0), flat, layout, weights == 0)
         wanted += f", or {(samples, *positions)}, one a position"
+    several = tuple(weights.shape) == tuple(outputs.shape) and "missing" in likelihood.fields.model_fields
+    way_out = (
+        "a mask of targets is NaN where one is missing: batch_to_targets=lambda batch: batch[1].where(mask, nan), and "
+        "missing='ignore' of the likelihood"
+        if several
+        else "look at what batch_to_weights gives"
+    )
     raise PosthocUQError(
-        f"The weights of a batch of {samples} samples must have the shape {wanted}, not {tuple(weights.shape)}; look "
-        f"at what batch_to_weights gives."
+        f"The weights of a batch of {samples} samples must have the shape {wanted}, not {tuple(weights.shape)}; "
+        f"{way_out}."
     )
 
 
