@@ -622,9 +622,37 @@ def test_maps_are_of_pixels(city: Path, tmp_path: Path) -> None:
     run("fit", city / "val" / "images", *flat, "-o", tmp_path / "p.h5", "--unlabelled --method diag")
     arguments = ["-o", tmp_path / "out.csv", "--maps", tmp_path / "maps"]
     said = failure("predict", tmp_path / "p.h5", city / "val" / "images", *flat, *arguments)
-    assert "--maps is for models that predict the class of every pixel" in said
+    assert "--maps is for models that predict a class or a value at every pixel" in said
     # and a model of one class an image has no use for masks
     assert "classes of pixels are" in failure("fit", city / "val", *flat, "-o", tmp_path / "q.h5")
+
+
+def test_maps_of_values(city: Path, tmp_path: Path) -> None:
+    """An image to an image: means in the CSV, NumPy files of the maps."""
+    code = tmp_path / "denoise_net.py"
+    code.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef net():\n    return nn.Conv2d(3, 1, 1)\n\n\ndef data():\n"
+        "    x = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))\n"
+        "    return [(x, x.mean(1, keepdim=True))]\n"
+    )
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 1, 1).eval()
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    net = ["--model", f"{code}:net", "--weights", tmp_path / "w.pt"]
+    run("fit", f"{code}:data", *net, "-o", tmp_path / "p.h5", "--likelihood regression --method kfac")
+    images, out, maps = city / "val" / "images", tmp_path / "out.csv", tmp_path / "maps"
+    run(
+        "predict", tmp_path / "p.h5", images, *net, "-o", out, "--maps", maps, "--head linearized --level 0.8"
+    )
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = "file mean standard_deviation epistemic_sd lower upper novelty largest_standard_deviation largest_novelty"
+    assert " ".join(rows[0]).startswith(columns)
+    name = rows[0]["file"].rpartition(".")[0] + ".npy"
+    found = {kind: np.load(maps / kind / name) for kind in ("mean", "lower", "upper", "novelty")}
+    assert found["mean"].shape == (1, SIZE, SIZE) and found["novelty"].shape == (SIZE, SIZE)
+    for kind, values in found.items():
+        assert float(rows[0][kind]) == pytest.approx(float(values.mean()), rel=1e-4, abs=1e-6)
 
 
 def test_faults_of_the_layout(city: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.evaluation import plots
 from posthoc_uq.likelihoods import MapPrediction
 
 SAMPLES, CHANNELS, TAU = 6, 2, 2.0
@@ -365,3 +366,39 @@ def test_labels_at_positions() -> None:
     assert prediction.probs.shape == (250, 2, 3, 3) and prediction.logits_mean.shape == (250, 1, 3, 3)
     found = uq.evaluate(uq.wrap(first, posterior), [(x[250:], y[250:, :1])], progress=False)
     assert next(iter(found.promised.values()))["observed coverage of 90 %"] > 0.8
+
+
+# What is drawn, exported and answered
+
+
+@pytest.mark.parametrize("kind", ["map", "series"])
+def test_figures_programs_and_answers(kind: str) -> None:
+    own = case(kind)
+    posterior = fit(own, "kfac", layers="last", fisher="exact")
+    posterior = uq.calibrate(posterior, own.loader(), share=None, progress=False)
+    predictor = uq.wrap(own.model, posterior)
+    prediction = predictor(own.x)
+    figure = plots.prediction_maps(prediction, own.y, channel=1, level=0.5)
+    pictures = [axes for axes in figure.axes if axes.images]
+    if kind == "map":  # targets, means, deviations and novelty
+        drawn = [axes.images[0].get_array() for axes in pictures]
+        shown = (own.y, prediction.mean, prediction.standard_deviation, prediction.novelty().unsqueeze(1))
+        for row in range(SAMPLES):
+            for place, values in enumerate(shown):
+                assert torch.equal(torch.as_tensor(drawn[4 * row + place]), values[row, -1].detach())
+    else:
+        lines = figure.axes[0].lines
+        assert torch.equal(torch.as_tensor(lines[0].get_ydata()), prediction.mean[0, :, 1])
+    found = uq.evaluate(predictor, own.loader(), progress=False)
+    assert "Maps of the largest errors" in found.figures()
+    program = uq.export(predictor, own.x, level=0.5)
+    of_program = program.module()(own.x)
+    for name, values in zip(("lower", "upper"), prediction.interval(0.5), strict=True):
+        torch.testing.assert_close(getattr(of_program, name), values, rtol=1e-8, atol=1e-10)
+    answer = prediction.answers(level=0.5)[1]
+    torch.testing.assert_close(torch.tensor(answer["maps"]["mean"]).double(), prediction.mean[1])
+    torch.testing.assert_close(
+        torch.tensor(answer["mean"]).double(), own.rows(prediction.mean)[1].mean(0), rtol=1e-6, atol=1e-9
+    )
+    with pytest.raises(uq.PosthocUQError, match="channel must be below 2"):
+        plots.prediction_maps(prediction, channel=2)

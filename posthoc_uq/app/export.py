@@ -35,6 +35,7 @@ from posthoc_uq.likelihoods.conformal import (
     joint_score,
     set_of,
 )
+from posthoc_uq.likelihoods.positions import AtPositions
 from posthoc_uq.likelihoods.prediction import (
     ClassTensors,
     Prediction,
@@ -118,7 +119,7 @@ class _Program(nn.Module):
             return (RankedClassTensors if of_classes else RankedValueTensors)._make(ranked)
         if of_classes:
             return PromisedClassTensors._make((*ranked, self._sets.classes(judged)))
-        return PromisedValueTensors._make((*ranked, *self._sets.interval(found)))
+        return PromisedValueTensors._make((*ranked, *self._sets.interval(judged, found)))
 
 
 def _of_inputs(scores: Tensor) -> Tensor:
@@ -153,9 +154,12 @@ class _Sets:
         chosen = set_of(probs, class_scores(probs), thresholds, allow_empty=self._kind == "label")
         return prediction.whole(chosen)
 
-    def interval(self, found: Any) -> tuple[Tensor, Tensor]:
+    def interval(self, prediction: Prediction, found: Any) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds."""
-        width = found.variance.sqrt() * self._thresholds.to(found.variance)
+        thresholds = self._thresholds.to(found.variance)
+        if isinstance(prediction, AtPositions) and prediction.layout.class_dim == 1:
+            thresholds = thresholds.reshape(-1, *[1] * len(prediction.positions))
+        width = found.variance.sqrt() * thresholds
         return found.mean - width, found.mean + width
 
 

@@ -28,14 +28,17 @@ from posthoc_uq.evaluation.measurements import (
     measure_of,
     words,
 )
-from posthoc_uq.evaluation.promised import promised_curve
+from posthoc_uq.evaluation.promised import possible_level, promised_curve
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.maps import MapPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 
 # Figures.
 
 CALIBRATION, COVERAGE, PROMISES = "Reliability", "Coverage of intervals", "Coverage of promises"
+MAPS = "Maps of the largest errors"
+_MAPS = 3  # inputs
 GROUPS = "Coverage of promises by group"
 FOREIGN, RISK = "Familiar and foreign inputs", "Risk over coverage"
 _LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
@@ -74,13 +77,23 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
         counted = {name: p.counted(evaluation.targets) for name, p in classes.items()}
         calibration = {name: (rows.probs, labels) for name, (rows, labels) in counted.items()}
         return {CALIBRATION: plots.reliability_diagram(calibration, bins=evaluation.bins)}
-    values = {name: p for name, p in test.items() if p.kind == "values"}
+    maps = {name: p for name, p in test.items() if isinstance(p, MapPrediction)}
+    rows = {name: (p, evaluation.targets) for name, p in test.items() if p.kind == "values"}
+    rows |= {name: p.counted(evaluation.targets) for name, p in maps.items()}
     with_noise = {
-        name: _of_there(p, evaluation.targets)
-        for name, p in cast(Mapping[str, RegressionPrediction], values).items()
+        name: _of_there(p, targets)
+        for name, (p, targets) in cast(Mapping[str, tuple[RegressionPrediction, Tensor]], rows).items()
         if bool((p.variance > 0).all())
     }
-    return {COVERAGE: plots.coverage_plot(with_noise)} if with_noise else {}
+    found = {COVERAGE: plots.coverage_plot(with_noise)} if with_noise else {}
+    for name, prediction in maps.items():
+        if len(prediction.positions) < 3:
+            worst = evaluation.losses(name).topk(min(_MAPS, len(prediction))).indices.sort().values
+            level = possible_level(prediction, 0.9)
+            found[MAPS] = plots.prediction_maps(
+                prediction.picked(worst), evaluation.targets[worst], level=level
+            )
+    return found
 
 
 def _of_there(prediction: RegressionPrediction, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +198,7 @@ _FIGURES = {
     "many inputs there are.",
     COVERAGE: "How many targets lie inside the predicted intervals, over how many should. On the dashed diagonal the "
     "two agree; below it, the intervals are too narrow.",
+    MAPS: "Targets, predicted means and deviations, and novelty, of the inputs with the largest errors.",
     PROMISES: "How many right answers lie inside the promised sets or intervals, over the promised level. Lines should "
     "follow the dashed diagonal, up to chance (grey). Sets may be empty here.",
     GROUPS: "How many right answers lie inside, by group of inputs. Below the dashed line a group is covered less "
@@ -195,7 +209,7 @@ _FIGURES = {
     "that remains. The sooner a line falls from right to left, the better the score knows where the mistakes are.",
 }
 _FIGURES_AFTER = {
-    "Quality": (CALIBRATION, COVERAGE),
+    "Quality": (CALIBRATION, COVERAGE, MAPS),
     "Promised sets and": (PROMISES,),
     "Coverage of promises by": (GROUPS,),
     "Telling": (FOREIGN,),

@@ -11,7 +11,7 @@ that cannot be drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,17 +21,20 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.groups import GroupedCoverage, wilson
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.maps import MapPrediction
 from posthoc_uq.likelihoods.prediction import score_of
 from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
@@ -39,6 +42,7 @@ __all__ = [
     "class_uncertainty_map",
     "coverage_plot",
     "group_coverage_plot",
+    "prediction_maps",
     "referral_plot",
     "regression_band",
     "reliability_diagram",
@@ -50,6 +54,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 GREY = "#595959"
+_MAX_DRAWN = 16  # inputs of one figure
 REFERENCE = (0, (4, 3))
 """The dashes of reference lines."""
 
@@ -516,6 +521,86 @@ def regression_band(
     # outside, because a wide band can reach any corner
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     clean(axes)
+    return figure
+
+
+def prediction_maps(
+    prediction: MapPrediction, targets: Tensor | None = None, *, channel: int = 0, level: float = 0.9
+) -> Figure:
+    """What is predicted at the positions of some inputs, a row each. Of pixels pictures of targets, mean, standard
+    deviation and novelty; of sequences the mean within its interval, with the targets, and the deviation and novelty.
+
+    Args:
+        prediction: of values at positions of one or two dimensions, of 16 inputs at most.
+        targets: in the layout of the outputs; NaN where there is none.
+        channel: that is drawn.
+        level: of the intervals of sequences.
+    """
+    size, channels = len(prediction), prediction.layout.classes(prediction.mean)
+    if not isinstance(cast(Any, prediction), MapPrediction) or len(prediction.positions) > 2:
+        raise PosthocUQError("prediction_maps draws values at positions of one or two dimensions.")
+    if not 0 < size <= _MAX_DRAWN:
+        raise PosthocUQError(
+            f"prediction_maps draws 1 to {_MAX_DRAWN} inputs, not {size}; give some: prediction.picked(slice(4))."
+        )
+    if not 0 <= channel < channels:
+        raise PosthocUQError(f"channel must be below {channels}, not {channel}.")
+    if targets is not None and targets.shape != prediction.mean.shape:
+        raise PosthocUQError(
+            f"targets must have the shape of the mean, {tuple(prediction.mean.shape)}, not {tuple(targets.shape)}."
+        )
+
+    def drawn(values: Tensor) -> NDArray[np.float64]:
+        return as_double(values.detach()).cpu().select(prediction.layout.class_dim, channel).numpy()
+
+    columns = {} if targets is None else {"target": drawn(targets)}
+    columns |= {"mean": drawn(prediction.mean), "deviation": drawn(prediction.standard_deviation)}
+    ratio = prediction.novelty_ratio
+    if ratio is not None and ratio.ndim > 1:
+        columns["novelty"] = as_double(ratio.detach()).cpu().numpy()
+    if len(prediction.positions) == 1:
+        bounds = tuple(map(drawn, prediction.interval(level)))
+        return _drawn_sequences(columns, bounds, level)
+    figure = new_figure(2.4 * len(columns), 2.2 * size)
+    panels = np.asarray(figure.subplots(size, len(columns), squeeze=False))
+    alike = [columns[name] for name in ("target", "mean") if name in columns]
+    of_values = min(map(np.nanmin, alike)), max(map(np.nanmax, alike))
+    for place, (name, values) in enumerate(columns.items()):
+        pictures = list[AxesImage]()
+        low, high = of_values if name in ("target", "mean") else (np.nanmin(values), np.nanmax(values))
+        colours = "viridis" if name in ("target", "mean") else "magma"
+        for row, axes in enumerate(panels[:, place]):
+            options: dict[str, Any] = {"vmin": low, "vmax": high, "cmap": colours}
+            pictures.append(axes.imshow(values[row], interpolation="nearest", **options))
+            axes.set(xticks=[], yticks=[], title=name if row == 0 else "")
+        figure.colorbar(pictures[-1], ax=list(panels[:, place]), shrink=0.8)
+    return figure
+
+
+def _drawn_sequences(
+    columns: Mapping[str, NDArray[np.float64]], bounds: Sequence[NDArray[np.float64]], level: float
+) -> Figure:
+    size = len(columns["mean"])
+    below = [name for name in ("deviation", "novelty") if name in columns]
+    figure = new_figure(3.6 * (1 + len(below)), 2.2 * size)
+    panels = np.asarray(figure.subplots(size, 1 + len(below), squeeze=False))
+    steps = np.arange(columns["mean"].shape[1])
+    for row in range(size):
+        axes = panels[row, 0]
+        low, high = (bound[row] for bound in bounds)
+        axes.fill_between(
+            steps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label=f"{level * 100:g} %"
+        )
+        axes.plot(steps, columns["mean"][row], color=COLOURS[0], linewidth=1.6, label="mean")
+        if "target" in columns:
+            axes.plot(steps, columns["target"][row], "o", color=COLOURS[1], markersize=3, label="target")
+        for place, name in enumerate(below, start=1):
+            panels[row, place].plot(steps, columns[name][row], color=COLOURS[place + 1], linewidth=1.6)
+            panels[row, place].set(title=name if row == 0 else "", xlabel="position")
+        axes.set(xlabel="position")
+        for each in panels[row]:
+            clean(each)
+    legend_above(panels[0, 0])
     return figure
 
 

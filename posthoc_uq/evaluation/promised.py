@@ -34,6 +34,14 @@ def _possible(prediction: Prediction, levels: Sequence[float]) -> list[float]:
     return [level for level in levels if level <= highest + 1e-12]
 
 
+def possible_level(prediction: Prediction, level: float) -> float:
+    """The level of an interval, or the highest one that the held-out scores can promise."""
+    promises = prediction.promises
+    if not isinstance(promises, ConformalScores) or promises.targets is None:
+        return level
+    return min(level, *(scores.highest_level for scores in promises.targets.scores))
+
+
 def coverages(prediction: Prediction, targets: Tensor) -> dict[float, Coverage]:
     """What is kept of each level that is reported; empty without promises of targets."""
     return {level: prediction.coverage(targets, level) for level in _possible(prediction, LEVELS)}

@@ -533,11 +533,13 @@ def proved_task(plan: TaskPlan, method: Method) -> Task:
 
 def _chosen_layers(model: nn.Module, batch: Batch, plan: TaskPlan) -> Selection:
     """All layers of a perceptron and of a regression. Of another classifier the last, since predictions over all cost
-    far more there and are no better (docs/defaults.md).
+    far more there and are no better (docs/defaults.md), and of values at positions, of which there are many.
     """
     from posthoc_uq.fitting.leave_one_out import is_perceptron
 
-    return "last" if plan.likelihood.logits and not is_perceptron(model, batch, plan.seed) else "all"
+    likelihood, targets = plan.likelihood, batch.targets
+    dear = likelihood.logits or (targets is not None and likelihood.layout_of_targets(targets) is not None)
+    return "last" if dear and not is_perceptron(model, batch, plan.seed) else "all"
 
 
 def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoice | None:

@@ -4,6 +4,7 @@ forecast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +27,7 @@ from posthoc_uq.likelihoods.conformal import (
     scores_of_positions,
     without_by_class,
 )
-from posthoc_uq.likelihoods.positions import AtPositions
+from posthoc_uq.likelihoods.positions import MAX_ENTRIES, AtPositions
 from posthoc_uq.likelihoods.prediction import ClassTensors, ValueTensors
 
 By = Literal["position", "image"]
@@ -62,7 +63,7 @@ class MapPrediction(AtPositions):
 
     default_score: ClassVar[str] = "standard_deviation"
     loss_name: ClassVar[str] = "RMSE"
-    _hidden: ClassVar[tuple[str, ...]] = ("classes",)
+    _hidden: ClassVar[tuple[str, ...]] = ("classes", "means_by_input")
 
     mean = _in_layout("mean")
     variance = _in_layout("variance")
@@ -73,6 +74,37 @@ class MapPrediction(AtPositions):
     def epistemic(self) -> Tensor:
         """(batch, *positions): the epistemic variance, mean over the values of a position."""
         return self._map(self.rows.epistemic())
+
+    def means_by_input(self, level: float) -> dict[str, Tensor]:
+        """(batch, channels): what `value_columns` has, as means over an input's positions that count."""
+        found, counting = self.value_columns(level), self.counting
+        counted = (
+            torch.ones(len(self), *self.positions, device=self.mean.device) if counting is None else counting
+        )
+        flat = as_double(counted.reshape(len(self), -1, 1))
+        return {
+            name: (as_double(self.layout.rows(values)).reshape(len(self), flat.shape[1], -1) * flat).sum(1)
+            / flat.sum(1).clamp(min=1)
+            for name, values in found.items()
+        }
+
+    def answers(
+        self, *, top_k: int = 5, level: float = 0.9, names: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Prediction`: means over an input's positions, one a channel, and the values themselves, nested lists in
+        the layout of the outputs under ``maps``, where these are no more than 16,384 numbers; None at others.
+        """
+        means, columns = self.means_by_input(level), self.value_columns(level)
+        few = self.mean[0].numel() <= MAX_ENTRIES
+        return [
+            {
+                **{name: values[index].tolist() for name, values in means.items()},
+                "level": level,
+                "positions": list(self.positions),
+                "maps": {name: values[index].tolist() for name, values in columns.items()} if few else None,
+            }
+            for index in range(len(self))
+        ]
 
     def quantile(self, q: float) -> Tensor:
         """In the layout of the outputs: the value below which an observation falls with probability `q`.
@@ -243,6 +275,31 @@ class LabelMapPrediction(AtPositions):
     def categories(self) -> int:
         """How many labels a position may have."""
         return self.rows.categories
+
+    def shares(self) -> Tensor:
+        """(batch, labels): at which share of an input's positions that count each label is predicted."""
+        counting, found = (
+            self.counting,
+            as_double(self.rows.predicted()).reshape(len(self), -1, self.categories),
+        )
+        if counting is None:
+            return found.mean(1)
+        counted = as_double(counting.flatten(1)).unsqueeze(2)
+        return (found * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+    def answers(
+        self, *, top_k: int = 5, level: float = 0.9, names: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Prediction`: the shares of an input's positions at which each label is predicted."""
+        label, shares = self.naming(names), self.shares()
+        orders = shares.argsort(dim=1, descending=True, stable=True)[:, :top_k].tolist()
+        return [
+            {
+                "shares": [{"label": label(i), "index": i, "share": float(own[i])} for i in order],
+                "positions": list(self.positions),
+            }
+            for order, own in zip(orders, shares, strict=True)
+        ]
 
     def predicted(self, threshold: float = 0.5) -> Tensor:
         """In the layout of the outputs, boolean: the labels whose probability is above the threshold."""

@@ -39,7 +39,7 @@ from posthoc_uq.likelihoods.prediction import ClassTensors, Missing, Prediction,
 AnyAtPositions = TypeVar("AnyAtPositions", bound="AtPositions")
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
-_MAX_ENTRIES = 2**14  # names in an answer
+MAX_ENTRIES = 2**14  # names in an answer
 
 
 def _by_position(of_rows: Callable[[ClassPrediction], Tensor]) -> Callable[..., Tensor]:
@@ -383,12 +383,12 @@ class PositionPrediction(AtPositions):
                     "positions": list(self.positions),
                 }
             )
-            if len(places) <= _MAX_ENTRIES:
+            if len(places) <= MAX_ENTRIES:
                 answers[-1]["prediction"] = self._nested([label(i) for i in classes.tolist()], places)
             if isinstance(self.promises, ConformalScores):
                 held = one.layout.rows(one.set(level)) & counted.unsqueeze(1)
                 answers[-1] |= {"level": level, "set_size": float(held.sum()) / max(1, int(counted.sum()))}
-                if max(len(held), int(held.sum())) <= _MAX_ENTRIES:
+                if max(len(held), int(held.sum())) <= MAX_ENTRIES:
                     sets: list[list[str]] = [[] for _ in places]
                     for position, own in held.nonzero().tolist():
                         sets[position].append(label(own))

@@ -586,10 +586,10 @@ def predict(
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
     head does not know it), set, the classes that hold the right one with the probability --level. Of values: file,
     mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file, label_1, share_1, ... of the classes that
-    cover most of the image, means of the scores over its pixels, the largest of each; --maps writes them pixel by
-    pixel. At the end flag, 1 for an image to hand to a person and 0 for others, reason, the scores that refer it, and
-    tail, the share of familiar inputs that are at least as extreme: by the held-out scores that calibrate keeps in
-    FILE, empty without. The CSV appears under its name when complete.
+    cover most of the image, means of the scores over its pixels, the largest of each; of values at pixels means over
+    these; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
+    reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by the
+    held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
 
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
@@ -604,7 +604,8 @@ def predict(
         output: the CSV.
         top_k: classes to name.
         skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
-        maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
+        maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty, or of values for
+            NumPy files of mean, standard deviations, bounds and novelty.
     """
     wanted = _wanted(referred)
     model, posterior = opened(file, source)
@@ -612,7 +613,7 @@ def predict(
     loaded = load_data(
         data, model, reading, info, labels=False, split="test", numbered=True, skip=skip_unreadable
     )
-    drawn = None if maps is None else Maps(maps)
+    drawn = None if maps is None else Maps(maps, level)
     if drawn is not None:
         drawn.prepare(loaded.files, outputs)
     predictor = _predictor(model, posterior, head, seed)

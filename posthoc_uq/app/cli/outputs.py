@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, TextIO, cast, get_args, get_origin
+from typing import IO, Annotated, Any, TextIO, cast, get_args, get_origin
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.maps import LabelMapPrediction, MapPrediction
+from posthoc_uq.likelihoods.positions import AtPositions, PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 
 _Identity = tuple[int, int]
@@ -224,7 +226,7 @@ class PredictionTable:
         """The classes of an input, the most probable or the most frequent first, and its scores."""
         label, pixels = prediction.naming(self.names), prediction.kind == "positions"
         if pixels:  # the classes that most positions have, with their shares
-            shares = cast(PositionPrediction, prediction).shares()
+            shares = cast(PositionPrediction | LabelMapPrediction, prediction).shares()
             labels = shares.argsort(dim=1, descending=True, stable=True)[:, : self.top_k]
             values = shares.gather(1, labels)
         else:
@@ -240,7 +242,7 @@ class PredictionTable:
         for name in shown:
             columns[name] = _numbers(scores[name].tolist()) if name in scores else [""] * len(prediction)
         if pixels:
-            maps = cast(PositionPrediction, prediction)
+            maps = cast(AtPositions, prediction)
             known = maps.scores_by_position()
             for name in (name for name in shown if name in known):
                 columns[f"largest_{name}"] = _numbers(maps.per_input(name, "largest").tolist())
@@ -259,7 +261,8 @@ class PredictionTable:
         ]
 
     def _values(self, prediction: Prediction) -> dict[str, Sequence[str]]:
-        found = prediction.value_columns(self.level)
+        maps = prediction if isinstance(prediction, MapPrediction) else None
+        found = prediction.value_columns(self.level) if maps is None else maps.means_by_input(self.level)
         outputs = next(iter(found.values()))[0].numel()
         columns: dict[str, Sequence[str]] = {
             name if outputs == 1 else f"{name}_{i + 1}": _numbers(values.reshape(-1, outputs)[:, i].tolist())
@@ -267,7 +270,12 @@ class PredictionTable:
             for name, values in found.items()
         }
         if prediction.novelty_ratio is not None:
-            columns["novelty"] = _numbers(prediction.novelty_ratio.tolist())
+            columns["novelty"] = _numbers(prediction.scores()["novelty"].tolist())
+        if maps is not None:
+            for name in (
+                name for name in ("standard_deviation", "novelty") if name in maps.scores_by_position()
+            ):
+                columns[f"largest_{name}"] = _numbers(maps.per_input(name, "largest").tolist())
         return columns
 
 
@@ -288,6 +296,7 @@ def _numbers(values: Iterable[float]) -> list[str]:
 
 _CLASS = "class"
 _SCORES = ("entropy", "mutual_information", "novelty")
+_VALUES = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper", "probability", "novelty")
 _FULL = 65535  # the largest value of 16 bits
 _CLASSES = 256  # that 8 bits hold
 
@@ -296,10 +305,13 @@ _CLASSES = 256  # that 8 bits hold
 class Maps:
     """PNG maps in a folder: ``class/NAME.png``, the index of each pixel's class in 8 bits (16 above 256 classes), and
     ``SCORE/NAME.png`` for every score, in 16 bits. Entropy and mutual information are shares of their largest value,
-    the logarithm of the number of classes; the novelty is its value. 65535 is 1.
+    the logarithm of the number of classes; the novelty is its value. 65535 is 1. Of values NumPy arrays in the layout
+    of the model's outputs, ``mean/NAME.npy`` and so on for every column of values, and of several labels
+    ``probability/NAME.npy``.
     """
 
     folder: str
+    level: float = 0.95
 
     def prepare(self, files: Sequence[str] | None, outputs: Outputs) -> None:
         """Make the folder for the maps of these images.
@@ -320,6 +332,7 @@ class Maps:
                     f"The maps of '{other}' and '{file}' would have the same name; rename one of the images."
                 )
         places = [Path(self.folder, kind, name) for kind in (_CLASS, *_SCORES) for name in taken]
+        places += [Path(self.folder, kind, _npy(name)) for kind in _VALUES for name in taken]
         outputs.check(("--maps", place) for place in places if place.exists())
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -334,15 +347,23 @@ class Maps:
         Raises:
             PosthocUQError: the prediction is not one of pixels, or a file cannot be written.
         """
-        if prediction.kind != "positions":
+        if not isinstance(prediction, AtPositions):
             raise PosthocUQError(
-                "--maps is for models that predict the class of every pixel, and this one does not."
+                "--maps is for models that predict a class or a value at every pixel, and this one does not."
             )
-        prediction = cast(PositionPrediction, prediction)
         if len(prediction.positions) != 2:
             raise PosthocUQError(
                 f"--maps is for predictions of pixels, and this model's have positions {prediction.positions}."
             )
+        if not isinstance(prediction, PositionPrediction):
+            of_labels = isinstance(prediction, LabelMapPrediction)
+            found = {"probability": prediction.probs} if of_labels else prediction.value_columns(self.level)
+            ratio = prediction.novelty_ratio
+            found |= {"novelty": ratio} if ratio is not None and ratio.ndim > 1 else {}
+            for name, values in found.items():
+                for file, array in zip(files, values.float().numpy(), strict=True):
+                    self._put(Path(self.folder, name, _npy(file)), partial(np.save, arr=array))
+            return
         kind = np.uint8 if prediction.classes <= _CLASSES else np.uint16
         self._save(_CLASS, files, prediction.predicted().numpy().astype(kind))
         known = prediction.scores_by_position()
@@ -352,16 +373,22 @@ class Maps:
 
     def _save(self, kind: str, files: Sequence[str], maps: np.ndarray[Any, Any]) -> None:
         for file, pixels in zip(files, maps, strict=True):
-            target = Path(self.folder, kind, _png(file))
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise PosthocUQError(
-                    f"'{target}' could not be written: {error.strerror or error}."
-                ) from error
-            with replacing(target) as opened:
-                Image.fromarray(pixels).save(opened, format="PNG")
+            image = Image.fromarray(pixels)
+            self._put(Path(self.folder, kind, _png(file)), partial(image.save, format="PNG"))
+
+    @staticmethod
+    def _put(target: Path, write: Callable[[IO[bytes]], Any]) -> None:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
+        with replacing(target) as opened:
+            write(opened)
 
 
 def _png(file: str) -> str:
     return os.path.splitext(file)[0] + ".png"
+
+
+def _npy(file: str) -> str:
+    return os.path.splitext(file)[0] + ".npy"
