@@ -443,6 +443,50 @@ def saved(predictor: Any, models: Any, likelihood: str = "") -> Any:
         return uq.load(path, models)
 
 
+def test_served_like_one_network() -> None:
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from posthoc_uq.app import Service, application
+
+    predictor = calibrated()
+    with TestClient(application(Service(predictor, level=0.9)), base_url="http://localhost") as client:
+        health = client.get("/health").json()
+        answer = client.post("/predict", json={"input": NEW[0].tolist()}).json()
+    expected = predictor(NEW[:1])
+    assert health["head"] == "ensemble" and health["likelihood"] == "classification"
+    close(answer["top"][0]["probability"], float(expected.probs.amax()))
+    close(answer["novelty"], float(expected.novelty()))
+
+
+def test_one_output_without_a_dimension() -> None:
+    """Outputs (batch,), with targets that are missing."""
+    models = [nn.Sequential(network(seed, 1), nn.Flatten(0)) for seed in range(2)]
+    y = X[:, 0].clone()
+    posteriors = [
+        uq.fit(
+            m,
+            [(X, y)],
+            "diag",
+            likelihood="regression",
+            noise_variance=0.2,
+            prior_precision=1.0,
+            progress=False,
+        )
+        for m in models
+    ]
+    found: Any = uq.wrap(models, posteriors)(X)
+    parts: list[Any] = [uq.wrap(m, p)(X) for m, p in zip(models, posteriors, strict=True)]
+    logs = torch.stack([part.log_prob(y) for part in parts])
+    close(found.log_prob(y), logs.logsumexp(0) - math.log(2))
+    assert found.quality(y)["RMSE"] > 0 and found.sample(3).shape == (3, 24)
+    y[::3] = math.nan
+    ignoring = found.changed(missing="ignore")
+    there = ~y.isnan()
+    close(ignoring.log_prob(y)[there], found.log_prob(X[:, 0])[there])
+    close(ignoring.quality(y)["RMSE"], float((found.mean - X[:, 0])[there].square().mean().sqrt()))
+
+
 def other(outputs: int) -> Sequence[nn.Module]:
     return [network(0), network(1, outputs)]
 

@@ -57,10 +57,12 @@ from posthoc_uq.app.requests import (
 from posthoc_uq.app.scores import SCORES, ScoreLog
 from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.heads.ensemble import EnsemblePredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.posteriors.history import History
 
 log = logging.getLogger("posthoc_uq.serve")
 
@@ -329,7 +331,7 @@ class Service:
 
     def __init__(
         self,
-        predictor: Predictor,
+        predictor: Predictor | EnsemblePredictor,
         transform: Callable[[Any], Any] | None = None,
         *,
         names: Sequence[str] | None = None,
@@ -363,8 +365,9 @@ class Service:
         self._log = None if log is None else ScoreLog(log)
         self._monitor = _monitor_of(predictor)
         self._started = time.monotonic()
-        self._inputs_at = predictor.posterior.history.inputs
-        self._form = _form_of(predictor, integers)
+        history = _history_of(predictor)
+        self._inputs_at = history.inputs
+        self._form = _form_of(predictor, history, integers)
 
     def border_of(self, referral: Referral, promises: ConformalScores | str | None) -> float | None:
         """The p-value up to which inputs are referred; None where held-out scores do not apply. Computed once for those
@@ -551,7 +554,7 @@ class Service:
             "status": "ok",
             "model": type(self.predictor.model).__name__,
             "head": self.predictor.head,
-            "likelihood": self.predictor.posterior.likelihood.name,
+            "likelihood": self.predictor.observation.name,
             "referral": None if self.referral is None else repr(self.referral),
             "images": self.transform is not None and self._image is not None,
             "inputs": {
@@ -572,7 +575,7 @@ class Service:
             self._log.close()
 
 
-def _monitor_of(predictor: Predictor) -> Monitor | None:
+def _monitor_of(predictor: Predictor | EnsemblePredictor) -> Monitor | None:
     """Of the scores of inputs that the posterior keeps; None where it keeps none."""
     promises = predictor.promises
     kept = promises.inputs if isinstance(promises, ConformalScores) else {}
@@ -580,9 +583,14 @@ def _monitor_of(predictor: Predictor) -> Monitor | None:
     return Monitor(watched) if watched else None
 
 
-def _form_of(predictor: Predictor, integers: bool) -> Form:
+def _history_of(predictor: Predictor | EnsemblePredictor) -> History:
+    """What says what the inputs are: the history of the posterior, of several networks of the first that has one."""
+    several = predictor.posteriors if isinstance(predictor, EnsemblePredictor) else [predictor.posterior]
+    return next((posterior.history for posterior in several if posterior is not None), History())
+
+
+def _form_of(predictor: Predictor | EnsemblePredictor, history: History, integers: bool) -> Form:
     """What the posterior's file says of the model's inputs. Those of floating-point numbers have the model's type."""
-    history = predictor.posterior.history
     floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
     dtype = torch.int64 if integers else next(floats, torch.float32)
     known = {name: INPUT_TYPES[about.type] for name, about in history.inputs.items()}

@@ -199,9 +199,8 @@ class GaussianMixturePrediction(RegressionPrediction):
         logs = Normal(self.means, self.deviations, validate_args=False).log_prob(values)
         if (there := self.there(values)) is not None:
             logs = logs.masked_fill(~there, 0.0)
-        return torch.logsumexp(logs.flatten(2).sum(2) if self.mean.ndim > 1 else logs, 1) - math.log(
-            self.means.shape[1]
-        )
+        of_network = logs.flatten(2).sum(2) if logs.ndim > 2 else logs
+        return torch.logsumexp(of_network, 1) - math.log(self.means.shape[1])
 
     def _crps(self, targets: Tensor) -> float:
         """Mean over inputs and outputs, in closed form (Grimit, Gneiting, Berrocal, Johnson, "The continuous ranked
