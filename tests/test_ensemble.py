@@ -434,6 +434,21 @@ def test_a_changed_posterior_is_refused(tmp_path: Path) -> None:
     put(own)
     assert len(uq.load(path, calibrated().models)) == 3
 
+    def bomb(file: Any) -> None:
+        del file["posteriors/1"]
+        file.create_dataset(
+            "posteriors/1",
+            data=np.zeros(2**24, np.uint8),
+            compression="gzip",
+            shuffle=True,
+            track_times=False,
+        )
+
+    edit(path, bomb)
+    for call in (lambda: uq.load(path, calibrated().models), lambda: uq.inspect(path)):
+        with pytest.raises(uq.CorruptPosteriorError, match="more bytes than it has itself"):
+            call()
+
 
 def saved(predictor: Any, models: Any, likelihood: str = "") -> Any:
     """Write what is given, and load it for models."""

@@ -27,7 +27,7 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import HEADS
 
 _GROUP = "posteriors"
-MAX_NETWORKS = 1000
+MAX_NETWORKS = 100
 SPARE = 2**25  # bytes that the record may take, with all held-out scores
 _ATTRIBUTES = ("format", "format_version", "library_version", "method")
 
@@ -166,7 +166,7 @@ def opened(data: bytes, untrusted: bool) -> tuple[EnsembleRecord, list[bytes | N
     """
     with ChildReader(data) if untrusted else ImageReader(data) as reader:
         structure = reader.structure()
-        record = _described(structure)
+        record = _described(structure, len(data))
         found: dict[str, bytes] = {}
         for path, stored in structure.datasets.items():
             check()
@@ -174,19 +174,17 @@ def opened(data: bytes, untrusted: bool) -> tuple[EnsembleRecord, list[bytes | N
     return record, [None if path is None else found[path] for path in record.paths]
 
 
-def record_of(data: bytes) -> EnsembleRecord:
-    """The record of a verified file, read in a child process."""
-    with ChildReader(data) as reader:
-        return _described(reader.structure())
-
-
-def _described(structure: Structure) -> EnsembleRecord:
+def _described(structure: Structure, size: int) -> EnsembleRecord:
     record = parsed(structure.state)
     wanted = [path for path in record.paths if path is not None]
     if sorted(structure.datasets) != sorted(wanted) or structure.groups != ([_GROUP] if wanted else []):
         raise CorruptPosteriorError("its datasets are not the posteriors of its networks")
     if any(stored.dtype != "|u1" or len(stored.shape) != 1 for stored in structure.datasets.values()):
         raise CorruptPosteriorError("a posterior in it is no row of bytes")
+    if sum(stored.shape[0] for stored in structure.datasets.values()) > size:
+        raise CorruptPosteriorError(
+            "its posteriors have more bytes than it has itself"
+        )  # not compressed once more
     if set(structure.attributes) - set(_ATTRIBUTES):
         raise CorruptPosteriorError("it has attributes that no ensemble has")
     return record
