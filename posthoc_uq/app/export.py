@@ -26,6 +26,7 @@ from posthoc_uq.heads.closed_form import ClosedForm
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.novelty import novelty
+from posthoc_uq.heads.outputs import OutputsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods.conformal import (
@@ -60,7 +61,10 @@ class _Program(nn.Module):
     """
 
     def __init__(
-        self, predictor: MomentsPredictor | SamplingPredictor | ClosedForm, head: Predictor, level: float
+        self,
+        predictor: MomentsPredictor | OutputsPredictor | SamplingPredictor | ClosedForm,
+        head: Predictor,
+        level: float,
     ) -> None:
         """
         Args:
@@ -72,9 +76,9 @@ class _Program(nn.Module):
         self.members = None
         if isinstance(predictor, SamplingPredictor):
             self.members = nn.ModuleList(predictor.ensemble.members())
-        self.predictor = predictor if isinstance(predictor, MomentsPredictor) else None
+        self.predictor = predictor if isinstance(predictor, (MomentsPredictor, OutputsPredictor)) else None
         # a predictor hides its modules, whose tensors the program holds
-        moments = self.predictor
+        moments = predictor if isinstance(predictor, MomentsPredictor) else None
         self.parts = None if moments is None else nn.ModuleList([moments.network, *moments.noises])
         self._closed = predictor if isinstance(predictor, ClosedForm) else None
         self._posterior, self._head = head.posterior, (head,)  # a tuple hides it from `nn.Module`
@@ -132,17 +136,20 @@ class _Sets:
 
     Args:
         kind: of the scores.
-        thresholds: one, or one a class, a label or an output, float64.
+        thresholds: one, or one a class, a label or an output, float64; of quantiles their share and what moves them.
     """
 
     def __init__(self, kind: str, thresholds: Tensor) -> None:
         self._kind, self._thresholds = kind, thresholds
+        self._numbers: list[float] = thresholds.tolist() if kind == "quantiles" else []
 
     @staticmethod
     def of(promises: ConformalScores, level: float) -> _Sets | None:
         """None where they take random numbers, or functions that are no tensors'."""
         if promises.kind == "positions":
             return _Sets("positions", host_double(promises.threshold_of_positions(level)))
+        if promises.kind == "quantiles":
+            return _Sets("quantiles", host_double(promises.quantile_bound(level)))
         if promises.kind in ("lac", "label", "deviation"):
             return _Sets(promises.kind, promises.thresholds(level))
         return None
@@ -156,6 +163,9 @@ class _Sets:
 
     def interval(self, prediction: Prediction, found: Any) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds."""
+        if self._kind == "quantiles":
+            share, reach = self._numbers
+            return cast(Any, prediction).moved_interval(share, reach)
         thresholds = self._thresholds.to(found.variance)
         if isinstance(prediction, AtPositions) and prediction.layout.class_dim == 1:
             thresholds = thresholds.reshape(-1, *[1] * len(prediction.positions))
@@ -251,7 +261,7 @@ def exportable(predictor: Predictor, *inputs: Tensor, level: float = 0.9) -> nn.
                 "closed form is found."
             )
         made = predictor.closed_form(*inputs)
-    if not isinstance(made, (MomentsPredictor, SamplingPredictor, ClosedForm)):
+    if not isinstance(made, (MomentsPredictor, SamplingPredictor, ClosedForm, OutputsPredictor)):
         novelty = predictor.network_of_novelty is not None
         made = head = SamplingPredictor(predictor.model, predictor.posterior, novelty=novelty)
         missing = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +142,7 @@ def _tensor(value: Any, name: str) -> Tensor:
         PosthocUQError: it is none.
     """
     try:
-        found = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        found = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"{name} must be a tensor or NumPy array of numbers, not a {type(value).__name__}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -395,6 +396,7 @@ class QuantilePrediction(RegressionPrediction):
     """
 
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {**RegressionPrediction._computed, "quantiles": ()}
+    _hidden: ClassVar[tuple[str, ...]] = ("moved_interval", "quantiles_mean")
 
     quantiles_mean: Annotated[Tensor, "batch levels"]
     quantiles_variance: Annotated[Tensor, "batch levels"]
@@ -417,9 +419,14 @@ class QuantilePrediction(RegressionPrediction):
 
     def _at_levels(self, levels: Sequence[float]) -> Tensor:
         """(batch, numbers): the quantiles of these levels."""
+        points, rows = _normalised(self.levels).points.tolist(), list[list[float]]()
+        for level in levels:  # the shares of the two quantiles beside it
+            z = NormalDist().inv_cdf(level)
+            piece = bisect_left(points, z, 1, len(points) - 1) - 1
+            share = (z - points[piece]) / (points[piece + 1] - points[piece])
+            rows.append([0.0] * piece + [1 - share, share] + [0.0] * (len(points) - piece - 2))
         quantiles = self.quantiles
-        z = quantiles.new_tensor([NormalDist().inv_cdf(level) for level in levels])
-        return _at(quantiles, z.expand(len(quantiles), -1), _normalised(self.levels).points.to(quantiles))
+        return quantiles @ quantiles.new_tensor(rows).T
 
     def quantile(self, q: float) -> Tensor:
         """Shape of `mean`: the value below which an observation falls with probability `q`.
@@ -463,12 +470,16 @@ class QuantilePrediction(RegressionPrediction):
             PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
         if isinstance(self.promises, ConformalScores):
-            base, reach = self.promises.quantile_bound(level)
-            low, high = self._own_interval(base)
-            # bounds that have crossed hold nothing; they meet in the middle
-            reach = (low - high).clamp(min=2 * reach) / 2
-            return low - reach, high + reach
+            return self.moved_interval(*self.promises.quantile_bound(level))
         return self._own_interval(level)
+
+    def moved_interval(self, share: float, reach: float) -> tuple[Tensor, Tensor]:
+        """The quantiles that have this share of targets between them, moved apart by as much on both sides, shaped like
+        `mean`; those that would cross meet in the middle.
+        """
+        low, high = self._own_interval(share)
+        moved = (low - high).clamp(min=2 * reach) / 2
+        return low - moved, torch.maximum(high + moved, low - moved)
 
     def _own_interval(self, level: float) -> tuple[Tensor, Tensor]:
         share = (1 - check_probability("level", level)) / 2
