@@ -536,7 +536,7 @@ def test_measures_by_head(tmp_path: Path) -> None:
     found.to_json(tmp_path / "e.json")
     with pytest.raises(uq.PosthocUQError, match=r"one of the heads.*report\(path\)"):
         found.report(tmp_path / "e.html")
-    with pytest.raises(uq.PosthocUQError, match="of several heads a mapping"):
+    with pytest.raises(uq.PosthocUQError, match="class_names of several heads are a mapping"):
         uq.evaluate(predictor, [(x, targets)], class_names=["a"], progress=False)
     assert predictor.predictive_samples(x[:4], n_samples=2, targets=True).shape == (2, 4, 2 + 3)
     with pytest.raises(uq.PosthocUQError, match="functional_samples"):

@@ -507,13 +507,14 @@ def evaluate(
     groups, bins = _groups(joint), check_option("bins", bins, Count)
     check_option("referral", referral, Referral | None)
     n_examples = check_option("n_examples", n_examples, Natural)
-    by_head = isinstance(class_names, Mapping)
-    names: Any = class_names if by_head or class_names is None else _listed("class_names", class_names)
+    heads = next((row.reader.heads for row in rows if row.reader.heads), ())
+    names = None if class_names is None else _class_names(class_names, heads)
     check_option("display", display, Callable[..., Any] | None)
     reader = replace(
         rows[0].reader,
         batch_to_inputs=batch_to_inputs,
         batch_to_targets=batch_to_targets,
+        heads=heads,
         skips_missing=any(row.missing == "ignore" for row in rows),
     )
 
@@ -534,8 +535,6 @@ def evaluate(
                 predictions[row][name] = prediction
     first = familiar[rows[0].name]
     kind = JointEvaluation if first.kind == "heads" else Evaluation
-    if (first.kind == "heads") != by_head and names is not None:
-        raise PosthocUQError("class_names are a list; of several heads a mapping to lists, by the head.")
     return kind(
         predictions,
         first.fitting(targets),
@@ -572,6 +571,19 @@ def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
     for name in (name for group in groups for name in group):
         one_of("Each score of joint", name, SCORES)
     return tuple(map(tuple, groups))
+
+
+def _class_names(class_names: Any, heads: Sequence[str]) -> Any:
+    """Names of classes as a list; of several heads a mapping from their names to lists."""
+    if not heads:
+        return _listed("class_names", class_names)
+    if not isinstance(class_names, Mapping) or not {*cast(Mapping[Any, Any], class_names)} <= {*heads}:
+        raise PosthocUQError(
+            f"class_names of several heads are a mapping from names out of {[*heads]} to lists, not "
+            f"{shown(class_names)}."
+        )
+    named = cast(Mapping[str, Any], class_names)
+    return {head: _listed(f"class_names of {head!r}", names) for head, names in named.items()}
 
 
 def _listed(name: str, value: Any) -> list[Any]:

@@ -186,7 +186,7 @@ def _check_likelihood(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"has the name {name!r:.60}, which is none of {(*LIKELIHOODS, *IN_FILES)}")
     kind.fields.model_validate({key: value for key, value in values.items() if key != "name"})
     heads: dict[str, dict[str, Any]] = values["heads"] if name in IN_FILES else {}
-    if any(head.get("name") in IN_FILES for head in heads.values()):
+    if any(head.get("name") in tuple(IN_FILES) for head in heads.values()):
         raise ValueError("has heads in a head")
     for head in heads.values():
         _check_likelihood(head)

@@ -49,7 +49,7 @@ def resolve_likelihood(
     if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
         raise PosthocUQError(f"likelihood is a class; make an object of it: {likelihood.__name__}().")
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
-        several = isinstance(likelihood, Mapping) or likelihood in IN_FILES
+        several = isinstance(likelihood, (Mapping, list, tuple)) or likelihood == "joint"
         hint = (
             " Of several heads it is uq.Joint(label='classification', value='regression')." if several else ""
         )
