@@ -29,6 +29,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.study
 def test_a_trainer_predicts_and_a_callback_fits(
     names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
