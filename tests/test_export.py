@@ -189,6 +189,23 @@ def test_a_last_layer_is_exported_in_closed_form(kind: str, method: str, link: s
         torch.testing.assert_close(found.probs[::2], good.probs[::2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.study
+def test_a_compiled_program_is_the_predictor() -> None:
+    """`torch.compile` of a program, here without its code generator."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    x = torch.randn(40, 4)
+    posterior = uq.fit(
+        net, [(x, torch.arange(40) % 3)], "kfac", layers="last", prior_precision=1.0, progress=False
+    )
+    predictor = uq.wrap(net, posterior)
+    compiled: Any = torch.compile(export(predictor, x[:5]).module(), backend="eager")
+    found, expected = compiled(x[:7]), predictor(x[:7])
+    torch.testing.assert_close(found.probs, expected.probs, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.entropy, expected.entropy(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.mutual_information, expected.mutual_information(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.novelty, expected.novelty(), rtol=1e-4, atol=1e-6)
+
+
 def test_a_program_of_many_classes_holds_nothing_quadratic_in_them() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1100)).eval()
     x = torch.randn(60, 4)

@@ -229,6 +229,9 @@ def inputs_of(body: bytes, many: bool, limits: Limits, form: Form) -> Inputs:
         raise wrong(str(error)) from None
 
 
+_IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
 class _Wrong(Exception):
     """What is wrong with numbers, in words."""
 
@@ -265,7 +268,13 @@ def _tensor_of(rows: list[Any], dtype: torch.dtype, name: str, truths: bool) -> 
     if kind not in ("iufb" if dtype == torch.bool else "iuf") or array.size == 0:
         raise _Wrong(f"{name!r} must hold numbers alone, and one at least")
     if dtype.is_floating_point:
-        tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
+        if dtype in _IN_NUMPY:  # which does not hand the interpreter to another thread for so few numbers
+            with np.errstate(over="ignore"):
+                tensor = torch.from_numpy(array.astype(_IN_NUMPY[dtype], copy=False))
+        else:
+            tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(
+                dtype
+            )
         if float(np.abs(array).max()) > torch.finfo(dtype).max:
             raise _Wrong(f"{name!r} has a number that is too large for {dtype}")
         return tensor
