@@ -288,35 +288,26 @@ def find_features(
             batch.copied().call_any(replicate(prepared.model))
 
     try:
-        return _found(prepared, pair, likelihood)
-    except Exception as error:  # the batch has run before, but some models refuse two of its samples, or one
-        check_refused(error, lambda: _found(prepared, pair, likelihood), plainly)
+        # of two towers both have a last layer, and one may see no sample, such as the prompts of all classes
+        for use in reversed(prepared.last):
+            layer, found = use.layer, None
+            # what enters a weight that is used in no layer's call is not seen
+            if use.uses != 1 or layer.groups * layer.inputs > MAX_FEATURES:
+                continue
+            try:
+                found = _found(prepared, pair, likelihood, layer)
+            except (
+                Exception
+            ) as error:  # the batch has run before, but some models refuse two of its samples, or one
+                check_refused(error, partial(_found, prepared, pair, likelihood, layer), plainly)
+            if found is not None:
+                return found
         return None
     finally:
         capture.watched = ()
 
 
-def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> FeatureSource | None:
-    """See `find_features`. Of two towers both have a last layer, and one may see no sample, such as the prompts of all
-    classes.
-    """
-    # what enters a weight that is used in no layer's call is not seen
-    last = list(reversed(prepared.last))
-    for place, use in enumerate(last):
-        if use.uses != 1 or use.layer.groups * use.layer.inputs > MAX_FEATURES:
-            continue
-        try:
-            found = _found_at(prepared, pair, likelihood, use.layer)
-        except PosthocUQError:
-            if place + 1 == len(last):
-                raise
-            found = None
-        if found is not None:
-            return found
-    return None
-
-
-def _found_at(
+def _found(
     prepared: Prepared, pair: Batch, likelihood: Likelihood | None, layer: Layer
 ) -> FeatureSource | None:
     capture, samples = prepared.capture, 1 if pair.whole else 2
