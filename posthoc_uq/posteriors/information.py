@@ -147,8 +147,8 @@ class LowRankDiagonal(Independent):
     def computed_bytes(self) -> int:
         return 8 * self._roots.shape[0] * self._roots[0].numel() ** 2
 
-    def _identity_plus_m(self) -> Tensor:
-        """``I + V^T H V`` in float64, ``(G, L, L)``.
+    def _identity_plus_m(self, entries: Tensor | None = None) -> Tensor:
+        """``I + V^T H V`` in float64, ``(G, L, L)``, or of a layer of one group the rows and columns of some entries.
 
         ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, or the sums in
         the other order, over ``a <= a'`` and ``g <= g'``.
@@ -171,6 +171,13 @@ class LowRankDiagonal(Independent):
         packed = _contracted_pairs(packed, inputs) if outputs_first else packed
         unpacked = _pair_index(width_a, packed.device).flatten()
         index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
+        if entries is not None:
+            of_outputs, of_inputs = entries // width_a, entries % width_a
+            places = unpacked.view(width_a, width_a)[of_inputs.unsqueeze(1), of_inputs]
+            chosen = packed[:, index[of_outputs.unsqueeze(1), of_outputs], places]
+            own = roots.flatten(1)[:, entries]
+            chosen.mul_(own.unsqueeze(1)).mul_(own.unsqueeze(2)).diagonal(dim1=1, dim2=2).add_(1.0)
+            return chosen
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
         for row in range(width_g):
             block = packed[:, index[row]].index_select(2, unpacked).unflatten(2, (width_a, width_a))
@@ -316,7 +323,7 @@ class LowRankDiagonal(Independent):
             whole = kept.flatten().nonzero().flatten()
             roots = roots[:, whole]
             if root is None:
-                matrix = self._identity_plus_m()[:, whole][:, :, whole]
+                matrix = self._identity_plus_m(whole)  # most of all entries are zero
             else:
                 matrix = root[:, whole.to(root.device)]
                 matrix = matrix @ matrix.transpose(1, 2)
