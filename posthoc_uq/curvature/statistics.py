@@ -142,8 +142,9 @@ def add_squares(
     if rotated is not None and bases is not None and not route.rotate_gradients:
         numbers = groups * (shape.positions + min(shape.pairs, TOUCH_COST)) * (widths[1] + labels * widths[0])
         for part in chunks(activations.samples, numbers, item_size, limit):
-            rows = activations.part(part).project(bases[0]), _project_labels(gradients[part], bases[1])
-            _add_rows(rotated, *rows, limit)
+            own = gradients[part]
+            turned = Rows(own).project(bases[1]) if labels == 1 else _project_labels(own, bases[1])
+            _add_rows(rotated, activations.part(part).project(bases[0]), turned, limit)
     if by_gradients or route.rotate_gradients:
         to_rotate = (rotated, bases) if route.rotate_gradients else (None, None)
         to_square = diagonal if by_gradients else None
@@ -154,13 +155,11 @@ def _project_labels(gradients: Tensor, basis: Tensor) -> Tensor:
     """``g^T U`` for the gradients of each label: ``(samples, groups, positions, labels * width)``."""
     labels = gradients.shape[3] // basis.shape[1]
     rows = Rows(label_rows(gradients, basis.shape[1])).project(basis)
-    return rows if labels == 1 else rows.unflatten(2, (-1, labels)).flatten(3)
+    return rows.unflatten(2, (-1, labels)).flatten(3)
 
 
 def _samples_of_labels(per_sample: Tensor, labels: int) -> Tensor:
     """Gradients of samples ``(samples, groups, labels * m, n)``, as ``(samples * labels, groups, m, n)``."""
-    if labels == 1:
-        return per_sample
     return per_sample.unflatten(2, (labels, -1)).transpose(1, 2).flatten(0, 1)
 
 
@@ -174,7 +173,7 @@ def _add_rows(total: Tensor, activations: Tensor, gradients: Tensor, limit: int)
         return
     for part in chunks(samples, labels * total.numel(), total.element_size(), limit):
         of_labels = matmul(gradients[part].transpose(2, 3), activations[part])
-        _add_squared(total, _samples_of_labels(of_labels, labels))
+        _add_squared(total, of_labels if labels == 1 else _samples_of_labels(of_labels, labels))
 
 
 def _add_gradients(
@@ -198,7 +197,8 @@ def _add_gradients(
             wanted = gradients[part]
             if rows < outputs:
                 wanted = wanted[..., block]  # of the only label
-            per_sample = _samples_of_labels(operand.gradients(wanted, limit), labels)
+            per_sample = operand.gradients(wanted, limit)
+            per_sample = per_sample if labels == 1 else _samples_of_labels(per_sample, labels)
             if rotated is not None and bases is not None:
                 _add_squared(rotated, _rotate(per_sample, *bases))
             if diagonal is not None:
@@ -283,7 +283,8 @@ def _add_factors(
         for part in chunks(samples, groups * labels * m * n, item_size, limit):
             per_sample = activations.part(part).gradients(gradients[part], limit)
             Rows(per_sample).add_gram(of_inputs, limit)
-            Rows(_samples_of_labels(per_sample, labels).transpose(2, 3)).add_gram(of_outputs, limit)
+            of_labels = per_sample if labels == 1 else _samples_of_labels(per_sample, labels)
+            Rows(of_labels.transpose(2, 3)).add_gram(of_outputs, limit)
         return
     products = (labels * m * m + n * n) * (groups > 1)
     for part in chunks(samples, groups * (2 * t * (labels * m + n + t) + products), item_size, limit):
@@ -410,7 +411,8 @@ class GradientGram(_Gram):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        rows = Rows(label_rows(gradients, self._sums["gram"].shape[1]))
+        size = self._sums["gram"].shape[1]
+        rows = Rows(gradients if gradients.shape[3] == size else label_rows(gradients, size))
         rows.add_gram(self._sums["gram"], self._limit)
         self._sums["rows"] += rows.samples * rows.positions
         if first_pass:
