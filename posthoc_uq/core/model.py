@@ -405,11 +405,6 @@ def model_device(model: nn.Module) -> torch.device:
     )
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a part of it computes in whole numbers."""
-    return any("quantized" in type(module).__module__.split(".") for module in model.modules())
-
-
 def _without(model: nn.Module) -> str:
     """Why a model has no parameters, in words; empty where it cannot be told."""
     for name, module in model.named_modules():

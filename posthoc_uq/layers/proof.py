@@ -31,7 +31,7 @@ from posthoc_uq.core.errors import (
     in_one_line,
     out_of_memory,
 )
-from posthoc_uq.core.model import is_quantized, owners, replicate, with_separate_embedding_weight
+from posthoc_uq.core.model import owners, replicate, with_separate_embedding_weight
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.layers.capture import Capture, TrackedLayer, layers_of
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
@@ -549,9 +549,8 @@ def prepare(
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     samples = count_samples(batch)
-    rough = autocast or is_quantized(
-        model
-    )  # whose numbers are rounded to those of their neighbours in the batch
+    # of quantised modules, numbers are rounded by the largest of their batch
+    rough = autocast or any("quantized" in type(module).__module__.split(".") for module in model.modules())
     reference = _reference(model, batch, samples, 0.1 if rough else None)
     if not independent:
         check_independent(reference, batch, samples)
