@@ -41,7 +41,7 @@ from posthoc_uq.posteriors.settings import get_width
 
 if TYPE_CHECKING:
     from posthoc_uq.heads.closed_form import ClosedForm
-    from posthoc_uq.heads.linearization import Linearization, OutputsByPrior, Probes
+    from posthoc_uq.heads.linearization import OutputsByPrior, Probes
     from posthoc_uq.heads.spectrum import Spectrum
     from posthoc_uq.layers.frozen import Features, FrozenPart
 
@@ -461,7 +461,8 @@ class LinearizedPredictor(GaussianPredictor):
                 batch,
                 count_samples(batch),
             )
-            many = self._engine == "auto" and self._takes_too_many(found)
+            several = self._engine == "auto" and posterior.likelihood.head_likelihoods
+            many = several and found.backward_passes > _MAX_BACKWARD
             return None if found.sizes or many else found.at_every_prior(spectrum)
 
     def _weight_covariance(self) -> WeightCovariance:
@@ -499,14 +500,10 @@ class LinearizedPredictor(GaussianPredictor):
         found = Linearization(self._chosen, capture, last, weights, prepared.budget, batch, samples)
         if alone is not None and found.by_last_layer is not None:
             return found.by_last_layer
-        if self._engine == "auto" and self._takes_too_many(found):
+        several = found.sizes or self._posterior.likelihood.head_likelihoods
+        if self._engine == "auto" and several and found.backward_passes > _MAX_BACKWARD:
             return self._probed(batch, features, found.watched)
         return found
-
-    def _takes_too_many(self, found: Linearization) -> bool:
-        """Whether the function is better drawn than differentiated, for positions or several heads."""
-        several = found.sizes or self._posterior.likelihood.head_likelihoods
-        return bool(several) and found.backward_passes > _MAX_BACKWARD
 
     def _probed(self, batch: Batch, features: Features | None, watched: Sequence[Call] = ()) -> Probes:
         """The linearisation by draws of the function."""
