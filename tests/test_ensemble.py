@@ -511,6 +511,7 @@ def other(outputs: int) -> Sequence[nn.Module]:
     [
         (lambda: uq.wrap(fitted()[0], fitted()[1][:2]), "list of 3 models needs a list of as many"),
         (lambda: uq.wrap([], []), "list of 0 models"),
+        (lambda: uq.wrap(fitted()[0], cast(Any, [3, None, None])), "or None, not a int"),
         (lambda: uq.wrap(fitted()[0], fitted()[1][0]), "list of 3 models needs a list"),
         (lambda: uq.wrap(fitted()[0][:2], [fitted()[1][1], None]), "does not belong to this model"),
         (

@@ -98,7 +98,16 @@ def wrap(model: Any, posterior: Any, head: str | None = None, **options: Any) ->
 
 def _wrapped(model: nn.Module, posterior: Posterior, head: str | None, options: dict[str, Any]) -> Predictor:
     check_match(model, posterior)
-    kind, options = _chosen_head(posterior, head, options)
+    asked = head
+    if head is None:
+        head, options = _fitting_head(posterior, options)
+    kind = head_class(head)
+    _check_served(posterior, kind)
+    if any(name not in options_of(kind) for name in options):
+        possible = _possible_heads(posterior) if asked is None else [head]
+        others = (name for other in possible for name in options_of(HEADS[other]))
+        check_names(f"head={head!r}", options, options_of(kind), others)
+    _warn_of_another_head(posterior, head)
     return kind(model, posterior, **options)
 
 
@@ -116,11 +125,12 @@ def _wrapped_list(
         )
     all_of = cast("list[Posterior | None]", list(cast(list[Any], given)))
     known = [posterior for posterior in all_of if posterior is not None]
+    if strange := [type(each).__name__ for each in known if not isinstance(cast(Any, each), Posterior)]:
+        raise PosthocUQError(
+            f"wrap needs posteriors from uq.fit or uq.load(path, model), or None, not a {strange[0]}."
+        )
     likelihood = options.pop("likelihood", None)
     members = list[Predictor | PlainNetwork]()
-    for model, posterior in zip(models, all_of, strict=True):
-        if posterior is not None:
-            check_match(model, posterior)
     plain = _likelihood_of_plain(known, likelihood)
     with steady(*models, call="wrap"):
         for model, posterior in zip(models, all_of, strict=True):
@@ -128,8 +138,7 @@ def _wrapped_list(
                 choice = choice_of(known[0].history.output) if known else None
                 members.append(PlainNetwork(model, plain, choice))
             else:
-                kind, chosen = _chosen_head(posterior, head, options)
-                members.append(kind(model, posterior, **chosen))
+                members.append(_wrapped(model, posterior, head, options))
     return EnsemblePredictor(members, (head, options))
 
 
@@ -174,23 +183,6 @@ def _without_noise(attributes: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in attributes.items() if name != "noise_variance"}
     heads: Mapping[str, Any] = found.get("heads", {}) if "shapes" in found else {}  # of several heads
     return found | ({"heads": {name: _without_noise(head) for name, head in heads.items()}} if heads else {})
-
-
-def _chosen_head(
-    posterior: Posterior, head: str | None, options: dict[str, Any]
-) -> tuple[type[Predictor], dict[str, Any]]:
-    """The class of the head that is asked for, or of the posterior's own, and its options."""
-    asked = head
-    if head is None:
-        head, options = _fitting_head(posterior, options)
-    kind = head_class(head)
-    _check_served(posterior, kind)
-    if any(name not in options_of(kind) for name in options):
-        possible = _possible_heads(posterior) if asked is None else [head]
-        others = (name for other in possible for name in options_of(HEADS[other]))
-        check_names(f"head={head!r}", options, options_of(kind), others)
-    _warn_of_another_head(posterior, head)
-    return kind, options
 
 
 def head_class(head: str) -> type[Predictor]:
