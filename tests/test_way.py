@@ -77,7 +77,7 @@ BOUNDS = {
     "modules": 86,
     "last-layer fit": 427,
     "last-layer fit, files": 45,
-    "default fit": 747,
+    "default fit": 742,
     "default fit, files": 67,
     "later prediction": 104,
     "later prediction, files": 24,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import ceil, inf, isfinite, log10
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from posthoc_uq.layers.proof import PROBE_SAMPLES
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.history import FaithfulRecord, Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar
@@ -642,16 +644,15 @@ class FaithfulSearch:
         return kind(inputs, known=known, **self._measured)
 
     def _by_variances_alone(self) -> Divergence | None:
-        """The divergence of independent weights, where the covariances of many outputs are what a trial takes."""
-        posterior, blocks = self.posterior, dict(self.posterior.blocks)
+        """The divergence of independent weights, where covariances of these take far less; else None."""
+        posterior, blocks = self.posterior, dict[str, Block]()
         for name, block in posterior.blocks.items():
             layer = posterior.layers.get(name)
             alone = block.independent() if layer is not None and layer.outputs > _MANY_OUTPUTS else None
             blocks[name] = block if alone is None else alone
-        if not self._of_prior or all(blocks[name] is block for name, block in posterior.blocks.items()):
+        if all(blocks[name] is block for name, block in posterior.blocks.items()):
             return None
-        independent = posterior.replaced(blocks=blocks)
-        predictor = self._measured["predictor"].with_posterior(independent)
+        predictor = self._measured["predictor"].with_posterior(posterior.replaced(blocks=blocks))
         inputs, known = self._all.first(self._all.samples)
         return Divergence(inputs, known=known, **self._measured | {"predictor": predictor})
 
@@ -692,9 +693,14 @@ class FaithfulSearch:
                         (_USUAL_EVALUATIONS, _FEW_INPUTS),
                         (_USUAL_AFTER_OTHERS, self.samples),
                     ]
-            elif (independent := self._by_variances_alone()) is not None:
-                cheaper = partial(self._divergence, on=independent, tried={})
-                self._bar.to_come.append((_USUAL_AFTER_OTHERS, self.samples))
+            elif (
+                self._of_prior
+                and max(map(attrgetter("outputs"), self.posterior.layers.values())) > _MANY_OUTPUTS
+            ):
+                independent = self._by_variances_alone()
+                if independent is not None:
+                    cheaper = partial(self._divergence, on=independent, tried={})
+                    self._bar.to_come.append((_USUAL_AFTER_OTHERS, self.samples))
             self._bar.begin_search()
             if cheaper is not None:
                 start, slope = search(cheaper, start=start)

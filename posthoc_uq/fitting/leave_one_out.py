@@ -391,7 +391,8 @@ def set_by_leave_one_out(
     if likelihood.logits and targets.shape[1] == 1:
         given = given.reshape(len(given))
     power = log(samples / len(targets)) / log(_PARTS)
-    targets, absent = _without_absent(targets) if likelihood.softmax else (targets, 0)
+    many = likelihood.softmax and targets.shape[1] > len(targets)
+    targets, absent = _without_absent(targets) if many else (targets, 0)
     missing = targets.isnan()
     growths = list[tuple[list[int], _Growth]]()  # of columns whose targets are there in the same rows
     for columns_alike in _alike(missing) if bool(missing.any()) else [list(range(targets.shape[1]))]:
