@@ -333,7 +333,7 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("settings", "class_scale"), [1.0, 1.0, 0.0], "class_scale.2. must be at least"),
     ("inf", ("likelihood",), {"name": "magic"}, "likelihood has the name 'magic'"),
     ("inf", ("likelihood", "name"), [], "likelihood has the name \\[\\]"),
-    ("inf", ("likelihood", "name"), "binary", "contradicts its 3 outputs"),
+    ("inf", ("likelihood", "name"), "heteroscedastic", "contradicts its 3 outputs"),
     ("diag", ("likelihood", "name"), "classification", "contradicts its 1"),
     ("efb", ("likelihood", "noise_variance"), [[1.0]] * 3, "noise_variance"),
     ("efb", ("likelihood", "noise_variance"), [1.0] * 2, "contradicts its 3"),

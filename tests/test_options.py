@@ -159,8 +159,10 @@ def test_arguments_are_checked_before_any_data_are_read(
 def test_hyperparameters_are_checked(setting: str, fitted: tuple[nn.Module, uq.Posterior]) -> None:
     posterior = fitted[1]
     before = posterior.settings
+    vectors = [[1.0, 2.0, 3.0], torch.ones(3)]  # a prior precision may be one of each of two layers
     for value in (
-        *(each for each in NO_NUMBER if each is not None),
+        *(each for each in NO_NUMBER if each is not None and not isinstance(each, (list, torch.Tensor))),
+        *vectors,
         -1.0,
         1e31,
         *([0.0, 1e-31] if setting != "residual_weight" else [1.5]),
