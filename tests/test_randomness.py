@@ -94,6 +94,8 @@ def test_a_key_belongs_to_its_sample(dtype: torch.dtype) -> None:
     assert torch.equal(sample_keys([x[order]], 33, 7), whole[order])
     strided = torch.stack([x, x], dim=1)[:, 1]  # not contiguous
     assert torch.equal(sample_keys([strided], 33, 7), whole)
+    column = torch.as_strided(x[:, 0, 0].contiguous(), (33, 1), (1, 0))  # as numpy's array[:, None]
+    assert torch.equal(sample_keys([column], 33, 7), sample_keys([x[:, 0, :1]], 33, 7))
     assert not bool((sample_keys([x], 33, 8) == whole).any())
 
 

@@ -78,6 +78,8 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
             rows = rows.to(torch.uint8)
         if rows.is_complex():
             rows = torch.view_as_real(rows).reshape(samples, -1)
+        if rows.stride(-1) != 1:  # of one column, as numpy's array[:, None] has it
+            rows = rows.clone(memory_format=torch.contiguous_format)
         words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
         make = _odd_words if words.shape[1] <= _KEPT_WORDS else _odd_words.__wrapped__
         weights = make(words.shape[1], words.device)
