@@ -324,6 +324,15 @@ def test_one_temperature_is_sought_for_the_mixture() -> None:
     assert loss[0] < loss[1]
 
 
+def test_a_temperature_beyond_the_search_is_told() -> None:
+    models = [network(seed) for seed in range(2)]
+    y = models[0](X).argmax(1).roll(1)  # of other inputs
+    for model in models:
+        model[2].weight.data *= 1e4
+    with pytest.warns(UserWarning, match="temperature of the mixture, 31.6, is at the edge"):
+        uq.calibrate(uq.wrap(models, None), [(X, y)], share=None, progress=False)
+
+
 def test_promised_intervals_are_those_of_the_scores() -> None:
     """All samples promise here, so that the bound is the quantile of their distances in deviations of the mixture."""
     models, posteriors = fitted("regression")

@@ -47,6 +47,7 @@ from posthoc_uq.fitting.held_out import (
     centre_of,
     class_scaling_noted,
     doubt_of,
+    is_at_edge,
     most_probable_factor,
     temperature_penalty,
     warn_of_doubt,
@@ -375,7 +376,13 @@ def _calibrated_ensemble(
             with torch.no_grad(), isolated_random_state(seed):
                 for batch in data:
                     losses.add(predictor, predictor.distribution(batch), cast(Tensor, batch.targets).clone())
-            predictor = predictor.at_temperature(losses.most_probable(1.0))
+            temperature = losses.most_probable(1.0)
+            if is_at_edge(temperature):
+                warn_user(
+                    f"The temperature of the mixture, {temperature:.3g}, is at the edge of the search, which is a "
+                    f"bound and not an optimum: wrap networks whose logits are divided by about this number."
+                )
+            predictor = predictor.at_temperature(temperature)
         measured, rare = _measured(
             predictor, data, None, sets, by_class, jointly, share, progress, all_promise=False, settings={}
         )

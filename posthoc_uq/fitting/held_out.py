@@ -121,6 +121,12 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
     return 10.0 ** float(decades[np.argmin(curve(decades) + penalties)])
 
 
+def is_at_edge(temperature: float) -> bool:
+    """Whether a temperature is a bound of the search, and perhaps no optimum."""
+    low, high = (10.0 ** float(decade) for decade in _TEMPERATURES[[0, -1]])
+    return not 1.05 * low < temperature < high / 1.05
+
+
 def centre_of(posterior: Posterior, name: str) -> float:
     """The most probable temperature, or noise scale, before any held-out label is seen: that of leave-one-out, or 1."""
     left_out = posterior.history.left_out
@@ -809,6 +815,5 @@ class HeldOutSearch:
 
     def _note_temperature(self) -> None:
         self._note("temperature", "validation NLL, and a prior around 1 with a heavy tail above it")
-        low, high = (10.0 ** float(decade) for decade in _TEMPERATURES[[0, -1]])
-        if not 1.05 * low < self.posterior.temperature < high / 1.05:
+        if is_at_edge(self.posterior.temperature):
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
