@@ -750,9 +750,9 @@ def target_moments(
             there = ~values.isnan() if likelihood.missing == "ignore" else torch.ones_like(values).bool()
             if not bool(torch.isfinite(values[there]).all()):
                 raise PosthocUQError(f"Batch {index}: some targets are not finite.")
-            weights = there.double()
+            weights = as_double(there)
             if batch.weights is not None:
-                own = batch.weights.reshape(samples, -1)
+                own = batch.weights.cpu().reshape(samples, -1)
                 weights = weights * own.expand(samples, max(own.shape[1], len(values) // samples)).reshape(
                     -1, 1
                 )

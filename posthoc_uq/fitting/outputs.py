@@ -142,7 +142,7 @@ def _tensor(value: Any, name: str) -> Tensor:
         PosthocUQError: it is none.
     """
     try:
-        found = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        found = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value), device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"{name} must be a tensor or NumPy array of numbers, not a {type(value).__name__}."

@@ -126,7 +126,9 @@ class OutputsPredictor(Predictor):
 
     def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
         # as they were calibrated: sets may depend on a hash of them
-        tensors = (torch.as_tensor(np.asarray(value)) if is_array(value) else value for value in args)
+        tensors = (
+            torch.as_tensor(np.asarray(value), device="cpu") if is_array(value) else value for value in args
+        )
         return super()._batches(tuple(tensors), kwargs)
 
     def _distribution(self, batch: Batch) -> Tensor:

@@ -325,7 +325,7 @@ class Categorical(Likelihood):
             labels.append(found.clamp_(max=rows.shape[1] - 1))
         return probs, torch.cat(labels)
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def exact_factors(self, outputs: Tensor, there: Tensor | None = None) -> Iterator[Tensor]:
         return self._factors(outputs, None)
 
     def _factors(self, outputs: Tensor, targets: Tensor | None) -> Iterator[Tensor]:

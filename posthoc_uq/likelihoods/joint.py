@@ -791,7 +791,7 @@ class JointPrediction(Prediction):
 
     def losses(self, targets: Any) -> Tensor:
         """(batch,): the negative log-likelihood of all heads."""
-        return -self.log_prob(targets).double()
+        return -as_double(self.log_prob(targets))
 
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> NoReturn:
         """Of a head: ``prediction[head].set(level)``."""

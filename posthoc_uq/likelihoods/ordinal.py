@@ -150,7 +150,7 @@ class Ordinal(Likelihood):
         passed = F.logsigmoid(logits).cumsum(1) - F.logsigmoid(logits)  # of P(y >= k)
         return (0.5 * (passed + F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def exact_factors(self, outputs: Tensor, there: Tensor | None = None) -> Iterator[Tensor]:
         """One an output; of cumulative logits one a class."""
         if not self.cumulative:
             yield from super().exact_factors(outputs)

@@ -250,7 +250,7 @@ class Survival(Likelihood):
 
     # The Fisher
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def exact_factors(self, outputs: Tensor, there: Tensor | None = None) -> Iterator[Tensor]:
         """Two, where nothing is censored."""
         whole = (torch.full_like(as_double(outputs[:, 0]), number) for number in self._standard.whole)
         return self._factors(outputs, *whole)
