@@ -402,3 +402,14 @@ def test_figures_programs_and_answers(kind: str) -> None:
     )
     with pytest.raises(uq.PosthocUQError, match="channel must be below 2"):
         plots.prediction_maps(prediction, channel=2)
+
+
+def test_a_single_position_has_no_share_of_an_image() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(1, (4, 1))).double().eval()
+    x = torch.randn(30, 3, dtype=torch.float64)
+    y = model(x).detach() + torch.randn(30, 4, 1, dtype=torch.float64)
+    posterior = uq.fit(model, [(x, y)], "diag", likelihood="regression", prior_precision=1.0, progress=False)
+    prediction = uq.wrap(model, uq.calibrate(posterior, [(x, y)], share=None, progress=False))(x)
+    assert prediction.interval(0.8)[0].shape == (30, 4, 1)
+    with pytest.raises(uq.PosthocUQError, match=r"\(30, 4, 1\) have one: .*channel_dim=-1"):
+        prediction.interval(0.8, by="image")

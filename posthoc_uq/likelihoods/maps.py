@@ -132,9 +132,15 @@ class MapPrediction(AtPositions):
         distribution of each value, and ``by="image"`` an error.
 
         Raises:
-            PosthocUQError: `level` is not strictly between 0 and 1, another `by`, or too few held-out scores.
+            PosthocUQError: `level` is not strictly between 0 and 1, another `by`, ``by="image"`` of a single position,
+                or too few held-out scores.
         """
         one_of("by", by, ("position", "image"))
+        if by == "image" and self.layout.rows(self.mean).shape[0] == self.mean.shape[0] > 0:
+            raise PosthocUQError(
+                f"by='image' is over an input's positions, and outputs {tuple(self.mean.shape)} have one: where channels "
+                f"come last, fit with likelihood=uq.Gaussian(channel_dim=-1); otherwise leave it out."
+            )
         if isinstance(self.promises, ConformalScores) or by == "image":
             promises = applying(self.promises)  # a mask does not change which values belong to an interval
             found = promises.bounds if by == "position" else promises.bounds_by_input
