@@ -138,8 +138,8 @@ class MapPrediction(AtPositions):
         one_of("by", by, ("position", "image"))
         if by == "image" and self.layout.rows(self.mean).shape[0] == self.mean.shape[0] > 0:
             raise PosthocUQError(
-                f"by='image' is over an input's positions, and outputs {tuple(self.mean.shape)} have one: where channels "
-                f"come last, fit with likelihood=uq.Gaussian(channel_dim=-1); otherwise leave it out."
+                f"by='image' is over an input's positions, and outputs {tuple(self.mean.shape)} have one: where "
+                f"channels come last, fit with likelihood=uq.Gaussian(channel_dim=-1); otherwise leave it out."
             )
         if isinstance(self.promises, ConformalScores) or by == "image":
             promises = applying(self.promises)  # a mask does not change which values belong to an interval

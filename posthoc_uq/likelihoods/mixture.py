@@ -144,7 +144,8 @@ class GaussianMixturePrediction(RegressionPrediction):
         """
         sign = -1.0 if upper else 1.0
         means, deviations = sign * as_double(self.means), self._wide_deviations()
-        own = means + deviations * torch.special.ndtri(torch.tensor(tail, dtype=means.dtype, device="cpu")).to(means.device)
+        score = torch.special.ndtri(torch.tensor(tail, dtype=means.dtype, device="cpu"))
+        own = means + deviations * score.to(means.device)
         low, high = own.amin(1), own.amax(1)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
