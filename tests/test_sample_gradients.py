@@ -362,9 +362,10 @@ class Two(nn.Module):
 def test_the_last_layer_is_one_and_a_weights_name_is_not_its_layers() -> None:
     assert set(fitted(network(Two), layers="last").layers) == {"third"}
     model = network()
-    with pytest.raises(uq.PosthocUQError, match=r"no weighted layer 'last\.weight'"):
-        fitted(model, layers=["table", "last.weight"])
-    assert list(fitted(model, layers=["last.bias"]).mean) == ["last.bias"]
+    with pytest.raises(uq.PosthocUQError, match=r"no weighted layer 'last\.scale'"):
+        fitted(model, layers=["table", "last.scale"])
+    for name in ("last.bias", "last.weight"):
+        assert list(fitted(model, layers=[name]).mean) == [name]
 
 
 @pytest.mark.parametrize("build", [Own, Looped])

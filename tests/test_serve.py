@@ -303,7 +303,7 @@ class TestAnswers:
         assert answer["shares"][0]["share"] == pytest.approx(
             float((left == left.mode().values).double().mean())
         )
-        monkeypatch.setattr("posthoc_uq.likelihoods.positions._MAX_ENTRIES", 3)
+        monkeypatch.setattr("posthoc_uq.likelihoods.positions.MAX_ENTRIES", 3)
         answer = client.post("/predict", json={"input": x[0].tolist()}).json()
         assert "set_size" in answer and not {"set", "prediction"} & {*answer}
 

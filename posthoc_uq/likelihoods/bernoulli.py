@@ -161,7 +161,8 @@ class Multilabel(_Labels):
     """Independent labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape, or
     probabilities of 1.
 
-    Attributes:
+    Args:
+        channel_dim: the dimension of the labels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out labels that are NaN, each by itself.
     """
 

@@ -151,6 +151,10 @@ def _count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Ten
 class Poisson(LogMean):
     """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of rates, targets of the same shape are
     whole numbers from 0 on.
+
+    Args:
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
     """
 
     name = "poisson"
@@ -197,8 +201,10 @@ class NegativeBinomial(LogMean):
     shape are whole numbers from 0 on, with the variance ``mu + dispersion mu^2`` (NB2 of Cameron, Trivedi, "Regression
     Analysis of Count Data", 1998; the dispersion is statsmodels' ``alpha``, its inverse is R's ``theta``).
 
-    Attributes:
+    Args:
         dispersion: between 1e-6 and 1e6; towards 0 the distribution becomes Poisson's.
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
     """
 
     name = "negative_binomial"
@@ -267,9 +273,11 @@ class Gamma(LogMean):
     """Positive values: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the
     same shape are above 0, with the variance ``mu^2 / shape``.
 
-    Attributes:
+    Args:
         shape: between 1e-6 and 1e6; 1 is the exponential distribution. Its inverse is the dispersion of a gamma
             regression.
+        channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
+        missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
     """
 
     name = "gamma"

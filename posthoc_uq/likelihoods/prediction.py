@@ -173,7 +173,15 @@ class Prediction(ABC):
             "known_promises",
         ),
         *("losses", "loss_name", "mean_of_there", "missing", "mistakes", "mixed", "naming", "novelty_ratio"),
-        *("numbers", "of_one_network", "retained_quality", "sample_keys", "shown_loss", "target_scores"),
+        *(
+            "numbers",
+            "of_one_network",
+            "retained_quality",
+            "sample_keys",
+            "shown_loss",
+            "support",
+            "target_scores",
+        ),
         *("tensors", "there", "unshifted", "value_columns", "with_novelty", "within"),
     )
 

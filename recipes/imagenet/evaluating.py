@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ def joined(files: Sequence[Path]) -> dict[str, uq.ClassPrediction]:
         size = sum(map(len, own))
         numbers = torch.cat([torch.arange(r, size, len(own)) for r in range(len(own))])
         whole, order = uq.ClassPrediction.cat(own), numbers.argsort()
-        values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
+        values: dict[str, Any] = {field: getattr(whole, field) for field in KEPT}
         found[name] = uq.ClassPrediction(**{k: None if v is None else v[order] for k, v in values.items()})
     return found
 
