@@ -494,6 +494,7 @@ def test_class_rates(tmp_path: Path) -> None:
         assert {line.split(",")[0] for line in lines[1:]} == {"balanced", "agree", "some"}
 
 
+@pytest.mark.study
 def test_few_labels(tmp_path: Path) -> None:
     _script("few_labels").main(["--smoke", "--output", str(tmp_path)])
     for name in ("logits", "library"):
@@ -502,6 +503,7 @@ def test_few_labels(tmp_path: Path) -> None:
         assert {"temperature scaling"} < rules and len(lines) > 6
 
 
+@pytest.mark.study
 def test_referral(tmp_path: Path) -> None:
     _script("referral").main(["--smoke", "--output", str(tmp_path)])
     header, *lines = (tmp_path / "referral.csv").read_text().splitlines()

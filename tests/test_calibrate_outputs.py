@@ -249,6 +249,7 @@ def test_it_is_saved_loaded_and_evaluated(case: str, tmp_path: Path) -> None:
         prediction.novelty()
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_program() -> None:
     logits, _ = classes()

@@ -386,7 +386,7 @@ def test_promises_go_by_the_shift_of_the_first_half() -> None:
     assert abs(np.mean(covered) - 0.9) < 0.03
 
 
-@pytest.mark.parametrize("kind", ["classification", "binary"])
+@pytest.mark.parametrize("kind", ["classification", pytest.param("binary", marks=pytest.mark.study)])
 def test_known_rates_need_no_labels_from_there(kind: str) -> None:
     """Held-out data have the rates of the training, and new inputs others: probabilities are right, sets and p-values
     keep their promises over draws, those by class from all samples of each.
@@ -503,7 +503,9 @@ def test_files_keep_a_shift(tmp_path: Path) -> None:
     assert not changed.keeps_promises and "void" in str(changed.report())
 
 
-@pytest.mark.parametrize("head", [{}, {"head": "sampling", "n_samples": 4}])
+@pytest.mark.parametrize(
+    "head", [{}, pytest.param({"head": "sampling", "n_samples": 4}, marks=pytest.mark.study)]
+)
 def test_a_program_has_the_shift(head: dict[str, Any]) -> None:
     posterior, x = scaled("classification"), data(8, 3)[0]
     predictor = uq.wrap(posterior.model, posterior, **head)

@@ -272,6 +272,7 @@ def test_sets_of_random_numbers_are_said_to_be_missing() -> None:
     agrees(found, predictor(x[:5]))
 
 
+@pytest.mark.study
 def test_both_kinds_of_files_of_the_moments_head_give_equal_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

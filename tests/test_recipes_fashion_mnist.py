@@ -70,6 +70,7 @@ def test_smoke(folder, tmp_path):
     assert all(f"| {name} |" in table for name in results) and table in printed
 
 
+@pytest.mark.study
 def test_referral(folder, tmp_path):
     printed = smoke("fashion_mnist.referral", "--data", folder, "--output", tmp_path)
     (found,) = json.loads((tmp_path / "140-1-0.01" / "referral.json").read_text())

@@ -30,6 +30,7 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
     assert np.shape(kept["probabilities"]["flow"]) == (2, 20)
 
 
+@pytest.mark.study
 def test_smoke_of_the_clusters(recipe: Namespace, tmp_path: Path) -> None:
     printed = smoke("latent_binary.clusters", "--output", tmp_path)
     assert "| Laplace, default |" in printed

@@ -172,7 +172,7 @@ def test_the_fisher_is_the_information_of_what_was_watched(family: str, censorin
     assert float((drawn.blocks["joint"].fisher - truth).norm() / truth.norm()) < 0.1
 
 
-@FAMILY
+@pytest.mark.parametrize("family", ["weibull", pytest.param("log_normal", marks=pytest.mark.study)])
 def test_the_information_is_that_of_scores_under_any_censoring(family: str) -> None:
     samples, likelihood = 100_000, uq.Survival(family)
     outputs = torch.tensor([[0.3, 0.4]], dtype=torch.float64).expand(samples, 2)
