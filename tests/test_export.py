@@ -315,8 +315,10 @@ def test_an_onnx_file_of_a_regression_carries_its_promises(tmp_path: Path) -> No
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
     names = [value.name for value in session.get_outputs()]
     assert names == list(PromisedValueTensors._fields)
-    outputs = dict(zip(names, session.run(None, {"input": x[:7].numpy()}), strict=True))
-    prediction: Any = predictor(x[:7])
+    # not held-out inputs: they tie with their own scores, and rounding decides
+    new = torch.randn(7, 3)
+    outputs = dict(zip(names, session.run(None, {"input": new.numpy()}), strict=True))
+    prediction: Any = predictor(new)
     expected = prediction.familiarity("standard_deviation")
     torch.testing.assert_close(torch.from_numpy(outputs["p_standard_deviation"]), expected)
     for name, bound in zip(("lower", "upper"), prediction.interval(0.8), strict=True):
