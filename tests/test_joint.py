@@ -18,6 +18,7 @@ from torch.distributions import Categorical, Normal
 
 import posthoc_uq as uq
 from posthoc_uq.app import Service
+from posthoc_uq.core import joined_targets
 from posthoc_uq.likelihoods import JointPrediction
 
 SAMPLES, TAU, NOISE = 30, 2.0, 0.3
@@ -720,3 +721,11 @@ def test_heads_that_are_parts_of_one_regression(method: str) -> None:
             torch.testing.assert_close(both.log_prob((y[:4, 0], y[:4, 1:])), one.log_prob(y[:4]))
         evidences = [float(p.log_marginal_likelihood()) for p in (expected, found)]
         assert evidences[1] == pytest.approx(evidences[0], rel=1e-9)
+
+
+def test_targets_of_a_device_without_float64_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = torch.arange(4), torch.randn(4, 2)
+    assert joined_targets(parts).dtype == torch.float64
+    assert joined_targets(parts, torch.device("mps")).dtype == torch.float32  # to which they go
+    monkeypatch.setattr("posthoc_uq.core.outputs.has_double", lambda device: False)  # where they are
+    assert joined_targets(parts, torch.device("cpu")).dtype == torch.float32

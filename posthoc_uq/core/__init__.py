@@ -24,7 +24,7 @@ OFFERED = {
         "holds_samples known_length"
     ),
     # which part of what a model returns its outputs are
-    "outputs": "Output OutputChoice checked_output chosen_in guessed_choice output_tensor with_choice",
+    "outputs": "Output OutputChoice checked_output chosen_in guessed_choice joined_targets output_tensor with_choice",
     # copies on the same memory, and what is asked of a model
     "model": "jvp model_device replicate untied unwrap with_plain_weights with_separate_embedding_weight",
     # numbers keyed by a sample's bytes

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
-from posthoc_uq.core.devices import to_device_async, widest_dtype
+from posthoc_uq.core.devices import to_device_async
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory, warn_user
 from posthoc_uq.core.graphs import (
@@ -572,7 +572,7 @@ class BatchReader(Options):
             raise PosthocUQError(
                 f"The targets of every head must have one row a sample; they are of {shapes}."
             )
-        return joined_targets(parts, widest_dtype(self.device))
+        return joined_targets(parts, self.device)
 
     def _move(self, value: Any) -> Any:
         if is_graph(value):

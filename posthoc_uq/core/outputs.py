@@ -19,6 +19,7 @@ import torch
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 from torch import Tensor, nn
 
+from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import shown
 from posthoc_uq.core.records import Name, Record
@@ -379,13 +380,17 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.flatten(1) if part.ndim > 1 else part.unsqueeze(1) for part in parts], 1)
 
 
-def joined_targets(parts: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+def joined_targets(parts: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Targets of all heads as one tensor, ``(samples, heads + numbers)``: at first how many numbers each head has.
+
+    Labels and values alike are float64, or float32 where a device has no float64.
 
     Args:
         parts: by head, ``(samples, ...)``.
-        dtype: which holds labels and values alike.
+        device: to which they go afterwards, if they do.
     """
+    places = {part.device for part in parts} | (set() if device is None else {device})
+    dtype = torch.float64 if all(map(has_double, places)) else torch.float32
     rows = side_by_side([part.to(dtype) for part in parts])
     widths = rows.new_tensor([part[0].numel() if len(part) else 0 for part in parts])
     return torch.cat([widths.expand(len(rows), -1), rows], 1)

@@ -33,6 +33,7 @@ from posthoc_uq.likelihoods.prediction import (
     by_input,
     check_probability,
     interval_quality,
+    sampling_generator,
 )
 
 _OF_SAMPLES = (
@@ -660,11 +661,7 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: `n` is below 1.
         """
-        if n < 1:
-            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
+        generator = sampling_generator(n, generator)
         normals = torch.randn(
             n, *self.mean.shape, generator=generator, device=generator.device, dtype=self.mean.dtype
         )

@@ -35,6 +35,7 @@ from posthoc_uq.likelihoods.prediction import (
     check_probability,
     check_rows,
     interval_quality,
+    sampling_generator,
 )
 
 Fisher = Literal["mc", "exact", "empirical"]
@@ -843,11 +844,7 @@ class DrawnPrediction(Prediction):
         Raises:
             PosthocUQError: `n` is below 1, or the likelihood draws no targets.
         """
-        if n < 1:
-            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
+        generator = sampling_generator(n, generator)
         draws, device = self.outputs.shape[1], generator.device
         keys = torch.randint(-(2**63), 2**63 - 1, (draws, len(self)), generator=generator, device=device)
         targets = self._observations(keys.to(self.outputs.device), -(-n // draws))

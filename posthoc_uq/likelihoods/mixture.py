@@ -18,7 +18,13 @@ from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.draws import mean_of, moments_of_mixture
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import AtPositions
-from posthoc_uq.likelihoods.prediction import Prediction, Unread, check_probability, interval_quality
+from posthoc_uq.likelihoods.prediction import (
+    Prediction,
+    Unread,
+    check_probability,
+    interval_quality,
+    sampling_generator,
+)
 
 _HALVINGS = 60  # of an interval that holds a quantile, in float64
 
@@ -169,11 +175,7 @@ class GaussianMixturePrediction(RegressionPrediction):
         Raises:
             PosthocUQError: `n` is below 1.
         """
-        if n < 1:
-            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
+        generator = sampling_generator(n, generator)
         batch, networks = self.means.shape[:2]
         place, shape = generator.device, (n, *self.mean.shape)
         drawn = torch.randint(networks, (n, batch), generator=generator, device=place).to(self.mean.device)

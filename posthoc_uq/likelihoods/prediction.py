@@ -672,6 +672,20 @@ def by_input(values: Tensor) -> Tensor:
     return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)
 
 
+def sampling_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
+    """The generator of `n` observations: the given one, or one that differs from call to call.
+
+    Raises:
+        PosthocUQError: `n` is below 1.
+    """
+    if n < 1:
+        raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    return generator
+
+
 def check_probability(name: str, value: float) -> float:
     """The level of an interval, or of a quantile.
 

@@ -34,7 +34,7 @@ from posthoc_uq.likelihoods.draws import (
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood
-from posthoc_uq.likelihoods.prediction import check_probability, interval_quality
+from posthoc_uq.likelihoods.prediction import check_probability, interval_quality, sampling_generator
 
 Level = Annotated[float, Gt(0), Lt(1)]
 
@@ -375,12 +375,6 @@ def _at(ordered: Tensor, z: Tensor, points: Tensor) -> Tensor:
     return low + share * (high - low)
 
 
-def _seeded_anew() -> torch.Generator:
-    generator = torch.Generator()
-    generator.seed()
-    return generator
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantilePrediction(RegressionPrediction):
     """A `RegressionPrediction` by quantiles of the target.
@@ -492,9 +486,7 @@ class QuantilePrediction(RegressionPrediction):
 
     def _drawn(self, quantiles: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
         """Observations (n, rows) by quantiles (rows, levels)."""
-        if n < 1:
-            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
-        generator = generator or _seeded_anew()
+        generator = sampling_generator(n, generator)
         shape = len(quantiles), n
         z = torch.randn(shape, generator=generator, device=generator.device, dtype=quantiles.dtype)
         points = _normalised(self.levels).points.to(quantiles)
@@ -622,7 +614,7 @@ class QuantileMixturePrediction(QuantilePrediction):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """See `RegressionPrediction`: each observation is one of a network drawn at random."""
         batch, networks = self.parts.shape[:2]
-        generator = generator or _seeded_anew()
+        generator = sampling_generator(n, generator)
         drawn = self._drawn(self.parts.flatten(0, 1), n, generator).unflatten(1, (batch, networks))
         chosen = torch.randint(networks, (n, batch, 1), generator=generator, device=generator.device)
         return drawn.gather(2, chosen.to(drawn.device))
