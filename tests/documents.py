@@ -1,0 +1,103 @@
+"""The pages of the documents, and their code."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("recipes/*/README.md"),
+    )
+)
+
+
+class Block(NamedTuple):
+    """A block of code. Its content has as many empty lines before it as the page has lines."""
+
+    place: Path
+    language: str
+    words: tuple[str, ...]
+    content: str
+
+    @property
+    def line(self) -> int:
+        return len(self.content) - len(self.content.lstrip("\n")) + 1
+
+
+@functools.cache
+def fences(page: str) -> tuple[Block, ...]:
+    """Every block of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^ *```(\w*)([ \w]*)\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return tuple(
+        Block(
+            ROOT / page,
+            match[1],
+            tuple(match[2].split()),
+            "\n" * text[: match.start(3)].count("\n") + match[3],
+        )
+        for match in found
+    )
+
+
+def blocks(page: str) -> list[Block]:
+    """The Python code of a page."""
+    return [block for block in fences(page) if block.language == "python"]
+
+
+def without_blocks(page: Path) -> str:
+    """The text of a page without its code."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+NOT_YET = {
+    "README.md",
+    "docs/coming_from_laplace_torch.md",
+    "docs/command_line.md",
+    "docs/deployment.md",
+    "docs/format.md",
+    "docs/getting_started.md",
+    "docs/guides/active_learning.md",
+    "docs/guides/calibration.md",
+    "docs/guides/clip.md",
+    "docs/guides/ensembles.md",
+    "docs/guides/images.md",
+    "docs/guides/int8.md",
+    "docs/guides/lightning.md",
+    "docs/guides/maps.md",
+    "docs/guides/new_head.md",
+    "docs/guides/new_likelihood.md",
+    "docs/guides/new_method.md",
+    "docs/guides/segmentation.md",
+    "docs/guides/several_heads.md",
+    "docs/guides/several_processes.md",
+    "docs/guides/tabular.md",
+    "docs/language_models.md",
+    "docs/methods/changing_data.md",
+    "docs/methods/dense.md",
+    "docs/methods/diagonal.md",
+    "docs/methods/fisher.md",
+    "docs/methods/fit_cost.md",
+    "docs/methods/function_space.md",
+    "docs/methods/heads.md",
+    "docs/methods/hyperparameters.md",
+    "docs/methods/index.md",
+    "docs/methods/inf.md",
+    "docs/methods/kfac.md",
+    "docs/methods/latent_binary.md",
+    "docs/methods/likelihoods.md",
+    "docs/methods/message_passing.md",
+    "docs/methods/novelty.md",
+    "docs/methods/positions.md",
+    "docs/methods/utvi.md",
+    "recipes/continual_learning/README.md",
+}
+"""Pages whose blocks still lean on those before them."""
