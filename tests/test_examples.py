@@ -2,8 +2,8 @@
 
 What the blocks of a page need stands in one block of the page whose fence says ``python fixture``. It runs once; each
 other block runs after it in a process of its own, forked from the fixture's, in a copy of its folder. A word after
-``python`` says why a block is not run: it needs a GPU, a server, several processes (``torchrun``) or a package that is not
-here (``foreign``). Blocks with the word ``study`` take long and run with the studies.
+``python`` says why a block is not run: it needs a GPU, a server, several processes (``torchrun``) or a package that is
+not here (``foreign``). Blocks with the word ``study`` take long and run with the studies.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Referral:
     """Refers inputs to a person, by how extreme their scores are among the held-out ones of `posthoc_uq.calibrate`.
 
     ```python
-    uq.calibrate(posterior, val_loader)  # once; the posterior's file keeps it
-    prediction = uq.wrap(model, posterior)(x)
+    posterior = uq.calibrate(posterior, val_loader, progress=False)  # once; its file keeps it
+    prediction = uq.wrap(model, posterior)(images)
     referral = uq.Referral(rate=0.05)
     referral(prediction)  # True for the inputs that a person should see
     referral.reasons(prediction)  # for each score, the inputs that it refers
