@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def fences(page: str) -> tuple[Block, ...]:
             ROOT / page,
             match[1],
             tuple(match[2].split()),
-            "\n" * text[: match.start(3)].count("\n") + match[3],
+            "\n" * text[: match.start(3)].count("\n") + textwrap.dedent(match[3]),
         )
         for match in found
     )

@@ -128,7 +128,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
-inputs = torch.randn(60, 1, 6, 6)
+inputs = torch.randn(120, 1, 6, 6)
 targets = model(inputs).argmax(1)
 train_loader = DataLoader(TensorDataset(inputs[:40], targets[:40]), batch_size=20)
 val_loader = DataLoader(TensorDataset(inputs[40:], targets[40:]), batch_size=20)
