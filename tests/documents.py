@@ -86,7 +86,6 @@ NOT_YET = {
     "docs/methods/dense.md",
     "docs/methods/diagonal.md",
     "docs/methods/fisher.md",
-    "docs/methods/fit_cost.md",
     "docs/methods/function_space.md",
     "docs/methods/heads.md",
     "docs/methods/hyperparameters.md",
