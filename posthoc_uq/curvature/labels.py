@@ -17,7 +17,7 @@ from posthoc_uq.likelihoods import Fisher, Likelihood
 
 FisherChoice = Literal["auto", "mc", "exact", "empirical"]
 
-# The measurements behind these numbers are in docs/methods/fisher.md, "What the labels cost, and buy".
+# The measurements behind these numbers are in docs/methods/hyperparameters.md, "What the labels cost, and buy".
 EXACT_OUTPUTS = 10
 """Up to so many outputs the expectation is exact: as many drawn labels cost the same and are worse."""
 

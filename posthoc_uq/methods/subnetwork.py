@@ -31,6 +31,7 @@ class Subnetwork(Laplace):
 
     One sweep, one more to choose by variance, and a number for every pair of chosen weights; of the diagonal one sweep
     and a number for every weight. The prior and the log marginal likelihood are those of the chosen weights alone.
+    The moments head takes the chosen ones as independent.
     Kronecker factors belong to whole parameters: ``uq.KFAC()`` with ``layers="trainable"``, or with their names.
 
     Attributes:
