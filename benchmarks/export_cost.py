@@ -6,8 +6,8 @@
 Each network gets a posterior of its last layer and held-out scores, and is exported in closed form to a `.pt2` and an
 ONNX file. `off` is the largest difference of an output from Python's over its largest number, over batches of 1, 5 and
 33 inputs; sets must be equal. Times are processor times, medians of interleaved repeats: of the export, over
-`torch.export.export` of the network alone; of a batch of 33, over the network's own. The tables of docs/deployment.md
-are of this.
+`torch.export.export` of the network alone; of a batch of 33, over the network's own. docs/tables/export_cost.csv
+holds these numbers.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ NOT_YET = {
     "README.md",
     "docs/coming_from_laplace_torch.md",
     "docs/command_line.md",
-    "docs/deployment.md",
     "docs/format.md",
     "docs/getting_started.md",
     "docs/guides/active_learning.md",

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_helpers import CODE, failure, make_images, net, run, run_json
+from cli_helpers import CODE, failure, make_images, net, run_json
 from PIL import Image
 from torch import Tensor, nn
 
@@ -1015,19 +1015,3 @@ def test_two_interrupts_end_the_server_without_tracebacks(
     for thread in (*asking, interrupting):
         thread.join()
     assert answers == [503] and "Traceback" not in capsys.readouterr().err
-
-
-def test_the_document_runs() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    with torch.random.fork_rng():
-        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            exec(compile(block, "deployment.md", "exec"), names)
-    assert names["answer"]["prediction"] == "above" and names["wrong"].status_code == 422
-    assert "(1, 2)" in names["wrong"].json()["error"] and "posthoc_uq_inputs_total 1.0" in names["metrics"]
-    alarms = {(alarm.score, alarm.input) for alarm in names["watched"].alarms}
-    assert any(score == "novelty" for score, _ in alarms) and all(place >= 250 for _, place in alarms)
-    assert len(names["figure"].axes) == 4
-    options = {"--max-bytes", "--max-batch", "--max-pixels", "--allow-host"}
-    shown = run("serve", "--help").stdout.replace("_", "-")
-    assert all(option in shown and option in text for option in options)

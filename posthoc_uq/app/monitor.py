@@ -30,7 +30,7 @@ from posthoc_uq.core.options import Count, Natural, check_option
 from posthoc_uq.core.randomness import mix, uniforms
 from posthoc_uq.core.records import Record, among, validate_record
 from posthoc_uq.core.tables import text_table
-from posthoc_uq.likelihoods.conformal import HeldOutScores, held_out_scores
+from posthoc_uq.likelihoods.conformal import JOINT, HeldOutScores, held_out_scores
 
 FALSE_ALARM_EVERY = 100_000
 """Inputs in which there is at most one false alarm on average."""
@@ -108,7 +108,8 @@ class Monitor:
 
     Args:
         reference: by name, the scores of held-out inputs that are like those of the training: numbers, or records such
-            as those of ``predictor.promises.inputs``. Those that are not finite are left out, here and later.
+            as ``predictor.promises.inputs``, whose joint score, made of the others, is not watched. Scores that are
+            not finite are left out, here and later.
         false_alarm_every: inputs in which there is at most one false alarm on average.
 
     Raises:
@@ -121,10 +122,10 @@ class Monitor:
         false_alarm_every: Annotated[int, Ge(1)] = FALSE_ALARM_EVERY,
     ) -> None:
         check_option("false_alarm_every", false_alarm_every, Count)
-        if not reference:
+        self._ranked = {name: _Ranked.of(scores) for name, scores in reference.items() if name != JOINT}
+        if not self._ranked:
             raise PosthocUQError("A monitor needs held-out scores, and there are none.")
         self._every, self._inputs = false_alarm_every, 0
-        self._ranked = {name: _Ranked.of(scores) for name, scores in reference.items()}
 
     @property
     def inputs(self) -> int:

@@ -3,6 +3,40 @@
 `Service` has the predictor, two threads that decode, a queue and one thread that predicts what waits in it;
 `application` makes an ASGI application of it, for any server of such; `serve` runs that by uvicorn. Needs the extra
 ``serve``: ``pip install 'posthoc-uq[serve]'``.
+
+Requests:
+
+* ``POST /predict``: one input as JSON, ``{"input": nested lists of numbers}`` without the batch dimension. Several
+  inputs of a model go by the names of its arguments, the numbers of a table's row also by those of its columns:
+  ``{"input": {"age": 3, "income": 2.5}}``, or these alone. All must be there, and no others; `/health` lists them.
+* ``POST /predict/image``: a PNG or JPEG file, as the body or as the one file of a form.
+* ``POST /predict/batch``: ``{"inputs": [one, another]}``, all of one length, or a form of several images. The answer is
+  ``{"predictions": [...]}``.
+* ``GET /health``: the head, the rate of referral, the limits and the inputs. ``GET /metrics``: counters for Prometheus.
+
+An answer has, where the head and the posterior's file know them:
+
+* `prediction`, `index`, `top` (labels with probabilities), `entropy` and `mutual_information` in nats, `novelty`;
+* of values `mean`, `lower`, `upper`, `standard_deviation`, `epistemic_sd`, as lists where there are several outputs; of
+  several labels those with a probability of one half or more;
+* of pixels and tokens `shares` of each class, scores that are means over the positions that count, `set_size`, and up
+  to 16,384 classes in all as nested lists `prediction` and `set`, whose sizes are `positions`; a position that does not
+  count is null;
+* by held-out scores (`posthoc_uq.calibrate`) `set` or bounds that hold the truth with the probability `level`,
+  `familiarity` (the p-value of novelty), and `referred` with its `reasons` and its p-value `tail`; `referred` is null
+  without held-out scores of this head and tuning.
+
+A wrong request gets a status of 4xx and ``{"error": "one sentence"}``, a fault of the server 500 and a line in its log.
+Requests that wait while the model runs are predicted together where their inputs have the same shape: at most
+`Limits.batch` inputs and 16.8 million numbers. Where such a batch fails it is halved until the request that the model
+does not take is alone. A model that mixes the inputs of a batch needs a batch of 1.
+
+Metrics: ``posthoc_uq_requests_total{endpoint,status}``, ``posthoc_uq_errors_total{kind}``, ``posthoc_uq_inputs_total``,
+``posthoc_uq_referred_total``, ``posthoc_uq_requests_under_way``, the histograms ``posthoc_uq_entropy_nats``,
+``posthoc_uq_novelty``, ``posthoc_uq_request_seconds{endpoint}`` and ``posthoc_uq_model_seconds``; with held-out scores
+``posthoc_uq_drift{score}`` and ``posthoc_uq_drift_alarms_total{score}``, which begin anew with the process. Rules for
+an alert: ``increase(posthoc_uq_drift_alarms_total[1d]) > 0``, and the share referred, at a rate of 5 %
+``rate(posthoc_uq_referred_total[1h]) / rate(posthoc_uq_inputs_total[1h]) > 0.1``.
 """
 
 from __future__ import annotations
@@ -578,9 +612,7 @@ class Service:
 def _monitor_of(predictor: Predictor | EnsemblePredictor) -> Monitor | None:
     """Of the scores of inputs that the posterior keeps; None where it keeps none."""
     promises = predictor.promises
-    kept = promises.inputs if isinstance(promises, ConformalScores) else {}
-    watched = {name: scores for name, scores in kept.items() if name in SCORES}
-    return Monitor(watched) if watched else None
+    return Monitor(promises.inputs) if isinstance(promises, ConformalScores) else None
 
 
 def _history_of(predictor: Predictor | EnsemblePredictor) -> History:
