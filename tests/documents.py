@@ -84,8 +84,6 @@ NOT_YET = {
     "docs/methods/changing_data.md",
     "docs/methods/function_space.md",
     "docs/methods/heads.md",
-    "docs/methods/index.md",
-    "docs/methods/inf.md",
     "docs/methods/latent_binary.md",
     "docs/methods/likelihoods.md",
     "docs/methods/message_passing.md",
