@@ -28,21 +28,23 @@ def classified(scale: float) -> tuple[Tensor, Tensor]:
     return (scale * logits).softmax(dim=-1), labels
 
 
+def predicted(scale: float) -> tuple[ClassPrediction, Tensor]:
+    """With the probabilities of `classified`."""
+    probs, labels = classified(scale)
+    return ClassPrediction.from_logits(probs.log().unsqueeze(0)), labels
+
+
 def with_losses(scale: float) -> tuple[Tensor, Tensor]:
     probs, labels = classified(scale)
     return 1 - probs.amax(dim=-1), (probs.argmax(dim=-1) != labels).float()
 
 
-def referred(scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return with_losses(scale)[0], *classified(scale)
-
-
-def regressions() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def regressions() -> dict[str, tuple[RegressionPrediction, Tensor]]:
     generator = torch.Generator().manual_seed(8)
     mean, noise = torch.randn(200, generator=generator), torch.randn(200, generator=generator)
     return {
-        "narrow": (mean, torch.full((200,), 0.3), mean + noise),
-        "right": (mean, torch.ones(200), mean + noise),
+        "narrow": (RegressionPrediction(mean, torch.full((200,), 0.2), 0.1), mean + noise),
+        "right": (RegressionPrediction(mean, torch.ones(200), 0.0), mean + noise),
     }
 
 
@@ -68,11 +70,11 @@ def points_of(classes: int) -> tuple[Tensor, Tensor]:
 
 
 def reliability() -> Figure:
-    return plots.reliability_diagram({"plain": classified(2.0), "INF": classified(1.0)})
+    return plots.reliability_diagram({"plain": predicted(2.0), "INF": predicted(1.0)})
 
 
 def equal_mass() -> Figure:
-    parts = {"plain": classified(2.0), "INF": classified(1.0)}
+    parts = {"plain": predicted(2.0), "INF": predicted(1.0)}
     return plots.reliability_diagram(parts, bins=10, binning="equal_mass")
 
 
@@ -80,7 +82,7 @@ def histograms() -> Figure:
     generator = torch.Generator().manual_seed(5)
     inside, outside = torch.rand(50, generator=generator), 1 + torch.rand(40, generator=generator)
     panels = {f"score {i}": {"in": inside, "letters": outside} for i in range(4)}
-    return plots.score_histograms(panels, log={"score 1"})
+    return plots.histogram_panels(panels, log={"score 1"})
 
 
 def band() -> Figure:
@@ -91,12 +93,15 @@ def band() -> Figure:
 
 
 def risk_coverage() -> Figure:
-    scores, losses = with_losses(1.0)
-    return plots.risk_coverage_plot({"confidence": (scores, losses), "index": (torch.arange(300.0), losses)})
+    return plots.risk_coverage_plot(*predicted(1.0), score=["max_probability", index])
+
+
+def index(prediction: ClassPrediction) -> Tensor:
+    return torch.arange(float(len(prediction)))
 
 
 def referral() -> Figure:
-    return plots.referral_plot({"plain": referred(2.0), "INF": referred(0.5)})
+    return plots.referral_plot({"plain": predicted(2.0), "INF": predicted(0.5)}, score="max_probability")
 
 
 def coverage() -> Figure:
@@ -120,7 +125,7 @@ def groups() -> Figure:
     ]
     classes = [CoverageGroup("class", f"<{own}>", 9 + own, 0.9 - own / 50, 0.6, 0.97) for own in range(20)]
     first = GroupedCoverage(0.9, ExcessRisk(0.0213, 0.004), halves + classes)
-    return plots.group_coverage_plot({"INF": first, "KFAC": GroupedCoverage(0.8, None, halves)})
+    return plots.group_panels({"INF": first, "KFAC": GroupedCoverage(0.8, None, halves)})
 
 
 # what older versions of matplotlib call in newer ones of pyparsing is deprecated, by a UserWarning
@@ -190,7 +195,9 @@ def test_reliability_lines_are_the_bins_and_the_legend_the_error(bins, binning) 
 
 def test_reliability_bars_are_wilson_intervals() -> None:
     # four inputs in the last bin, three right: Wilson's interval of 3/4 is 0.3006 to 0.9544
-    figure = plots.reliability_diagram({"m": (torch.tensor([[0.99, 0.01]] * 4), torch.tensor([0, 0, 0, 1]))})
+    prediction = ClassPrediction.from_logits(torch.tensor([[0.99, 0.01]] * 4).log().unsqueeze(0))
+    figure = plots.reliability_diagram(prediction, torch.tensor([0, 0, 0, 1]))
+    assert legend_of(figure.axes[0]) == ["perfectly calibrated", "ECE 0.240"]
     (segment,) = figure.axes[0].collections[0].get_segments()
     np.testing.assert_allclose(segment[:, 1], [0.3006, 0.9544], atol=1e-4)
 
@@ -209,22 +216,24 @@ def test_risk_coverage_draws_curves_and_references_once_for_common_losses() -> N
     np.testing.assert_allclose(index.get_ydata(), running, rtol=1e-6)
     np.testing.assert_allclose(index.get_xdata(), np.arange(1, 301) / 300)
     areas = [metrics.risk_coverage(scores, losses).area, running.mean()]
-    shown = [f"{name} (AURC {a:#.3g})" for name, a in zip(("confidence", "index"), areas, strict=True)]
+    shown = [f"{name} (AURC {a:#.3g})" for name, a in zip(("max probability", "index"), areas, strict=True)]
     assert legend_of(axes) == [*shown, "random order", "ideal order"]
     assert axes.get_ylim()[1] >= max(running[15:])
 
 
 def test_risk_coverage_of_models_with_losses_of_their_own_and_many_inputs() -> None:
-    (axes,) = plots.risk_coverage_plot({"a": with_losses(1.0), "b": (referred(1.0)[0], torch.ones(300))}).axes
+    prediction, labels = predicted(1.0)
+    wrong = (prediction.predicted() + 1) % 4
+    (axes,) = plots.risk_coverage_plot({"a": (prediction, labels), "b": (prediction, wrong)}).axes
     assert len(axes.lines) == 6 and list(axes.lines[2].get_ydata()) == [1, 1]
     assert axes.lines[2].get_color() == axes.lines[5].get_color() != axes.lines[0].get_color()
-    scores = torch.arange(5000.0)
-    (axes,) = plots.risk_coverage_plot({"many": (scores, scores)}).axes
+    many = RegressionPrediction(torch.zeros(5000), torch.ones(5000), 0.0)
+    (axes,) = plots.risk_coverage_plot(many, torch.arange(5000.0).sqrt(), score=index).axes
     x, y = axes.lines[2].get_data()
     assert len(x) == 1000 and (x[0], x[-1]) == pytest.approx((1 / 5000, 1))
     np.testing.assert_allclose(y, (5000 * np.asarray(x) - 1) / 2, atol=1e-9)
     # nothing is ever wrong: the axis still has a height
-    (axes,) = plots.risk_coverage_plot({"right": (scores, torch.zeros(5000))}).axes
+    (axes,) = plots.risk_coverage_plot({"right": (many, many.mean)}).axes
     assert axes.get_ylim()[1] == 1
 
 
@@ -233,19 +242,23 @@ def test_referral_lines_are_the_selective_scores() -> None:
     rates = [k / 100 for k in range(96)]
     for line, scale, name in zip(axes.lines, (2.0, 0.5), ("plain", "INF"), strict=True):
         np.testing.assert_allclose(line.get_xdata(), rates)
-        np.testing.assert_allclose(line.get_ydata(), metrics.selective_accuracy(*referred(scale), rates))
-        area = metrics.selective_accuracy_area(*referred(scale))
+        np.testing.assert_allclose(
+            line.get_ydata(), metrics.selective_accuracy(with_losses(scale)[0], *classified(scale), rates)
+        )
+        area = metrics.selective_accuracy_area(with_losses(scale)[0], *classified(scale))
         assert f"{name} (area {area:.3f})" in legend_of(axes)
-    (axes,) = plots.referral_plot({"m": referred(1.0)}, metric="auc", rates=[0.5, 0.0, 0.2]).axes
+    (axes,) = plots.referral_plot(
+        {"m": predicted(1.0)}, metric="auc", rates=[0.5, 0.0, 0.2], score="max_probability"
+    ).axes
     assert list(axes.lines[0].get_xdata()) == [0, 0.2, 0.5]
-    expected = metrics.selective_auc(*referred(1.0), [0, 0.2, 0.5])
+    expected = metrics.selective_auc(with_losses(1.0)[0], *classified(1.0), [0, 0.2, 0.5])
     np.testing.assert_allclose(axes.lines[0].get_ydata(), expected)
 
 
 def test_coverage_lines_are_the_coverage_curves() -> None:
     (axes,) = coverage().axes
-    for (name, parts), line in zip(regressions().items(), axes.lines[1:], strict=True):
-        curve = metrics.coverage_curve(*parts)
+    for (name, (prediction, targets)), line in zip(regressions().items(), axes.lines[1:], strict=True):
+        curve = metrics.coverage_curve(prediction.mean, prediction.variance, targets)
         np.testing.assert_allclose(line.get_xdata(), curve.nominal)
         np.testing.assert_allclose(line.get_ydata(), curve.observed)
         assert f"{name} (mean gap {curve.error:.3f})" in legend_of(axes)
@@ -255,7 +268,10 @@ def test_coverage_lines_are_the_coverage_curves() -> None:
     assert (middle.min(), middle.max()) == pytest.approx((0.43, 0.57))
     (axes,) = plots.coverage_plot(regressions(), levels=[0.8, 0.1], kind="quantile").axes
     assert list(axes.lines[1].get_xdata()) == [0.1, 0.8]
-    expected = metrics.coverage_curve(*regressions()["narrow"], [0.1, 0.8], kind="quantile").observed
+    narrow, targets = regressions()["narrow"]
+    expected = metrics.coverage_curve(
+        narrow.mean, narrow.variance, targets, [0.1, 0.8], kind="quantile"
+    ).observed
     np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
 
 
@@ -276,7 +292,7 @@ def test_groups_are_drawn_at_their_coverage_the_least_covered_of_many() -> None:
 
 def test_histograms_count_every_input_once_and_name_the_auroc() -> None:
     zeros, mixed = torch.zeros(5), torch.tensor([0.0, 1e-3, 10.0])
-    edges = plots.score_histograms(
+    edges = plots.histogram_panels(
         {"constant": {"in": zeros, "out": zeros}, "mixed": {"in": mixed}, "one": {"in": mixed[2:]}},
         log=["mixed", "one"],
     )
@@ -364,3 +380,19 @@ class TestMaps:
         assert float(np.max(figure.axes[1].images[0].get_array())) == 0
         with pytest.raises(PosthocUQError, match="no positive score"):
             plots.class_uncertainty_map(one, flat, torch.tensor([0, 1]), log=True, **options)
+
+
+def test_figures_take_one_prediction_and_say_what_they_take() -> None:
+    prediction, labels = predicted(1.0)
+    values, targets = regressions()["right"]
+    (axes,) = plots.coverage_plot(values, targets).axes
+    assert legend_of(axes)[-1].startswith("mean gap")
+    (axes,) = plots.referral_plot(prediction, labels, score=["entropy", "max_probability"]).axes
+    assert [text.split(" (")[0] for text in legend_of(axes)] == ["entropy", "max probability"]
+    foreign, _ = predicted(0.1)
+    figure = plots.score_histograms(prediction, foreign, scores=["entropy", "max_probability"])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["entropy", "max probability"]
+    auroc = metrics.ood_auroc(prediction.entropy(), foreign.entropy())
+    assert legend_of(figure.axes[0]) == ["test", f"foreign (AUROC {auroc:.3f})"]
+    (axes,) = plots.score_histograms({"INF": (prediction, {"letters": foreign})}).axes
+    assert axes.get_xlabel() == "entropy, INF"

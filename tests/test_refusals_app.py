@@ -27,6 +27,7 @@ PROBS, LABELS, X, ONE = torch.full((3, 2), 0.5), torch.zeros(3).long(), torch.ze
 # Figures
 
 PREDICTION = RegressionPrediction(X, X, 0.1)
+OF_CLASSES = uq.ClassPrediction.from_logits(torch.zeros(1, 3, 2))
 POINTS = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(40) % 2
 
@@ -42,12 +43,16 @@ def drawn(points: Tensor = POINTS, classes: Tensor = CLASSES, **options: Any) ->
 
 FIGURES = {
     "no model": Row(lambda: plots.reliability_diagram({}), "at least one model"),
-    "infinite losses": Row(lambda: plots.risk_coverage_plot({"a": (X, X + INF)}), "finite", NonFiniteError),
-    "a metric of referral": Row(lambda: plots.referral_plot({"a": (X, PROBS, LABELS)}, metric="nll"), "metric"),  # pyright: ignore[reportArgumentType]
-    "no panel": Row(lambda: plots.score_histograms({"a": {}}), "at least one panel"),
-    "a panel that is not there": Row(lambda: plots.score_histograms({"a": {"in": ONE}}, log=["b"]), "do not exist: b"),
-    "scores of no number": Row(lambda: plots.score_histograms({"a": {"in": ONE * NAN}}), "finite and not empty"),
-    "logarithms of zero": Row(lambda: plots.score_histograms({"a": {"in": X}}, log=["a"]), "no positive score"),
+    "no targets": Row(lambda: plots.coverage_plot(PREDICTION), "a prediction and its targets"),
+    "tensors": Row(lambda: plots.reliability_diagram({"a": (PROBS, LABELS)}), "mapping from names"),  # pyright: ignore[reportArgumentType]
+    "calibration of values": Row(lambda: plots.reliability_diagram(PREDICTION, X), "predictions of classes"),
+    "coverage of classes": Row(lambda: plots.coverage_plot(OF_CLASSES, LABELS), "predictions of values"),
+    "promises without scores": Row(lambda: plots.group_coverage_plot(PREDICTION, X), "held-out scores"),
+    "infinite losses": Row(lambda: plots.risk_coverage_plot(PREDICTION, X + INF), "finite", NonFiniteError),
+    "a metric of referral": Row(lambda: plots.referral_plot(OF_CLASSES, LABELS, metric="nll"), "metric"),  # pyright: ignore[reportArgumentType]
+    "no panel": Row(lambda: plots.histogram_panels({"a": {}}), "at least one panel"),
+    "scores of no number": Row(lambda: plots.histogram_panels({"a": {"in": ONE * NAN}}), "finite and not empty"),
+    "logarithms of zero": Row(lambda: plots.histogram_panels({"a": {"in": X}}, log=["a"]), "no positive score"),
     "inputs of two dimensions": Row(
         lambda: plots.regression_band(torch.zeros(3, 2), PREDICTION, X, X), "one dimension",
     ),

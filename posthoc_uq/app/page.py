@@ -29,10 +29,7 @@ from posthoc_uq.evaluation.measurements import (
     words,
 )
 from posthoc_uq.evaluation.promised import possible_level, promised_curve
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.maps import MapPrediction
-from posthoc_uq.likelihoods.positions import PositionPrediction
 
 # Figures.
 
@@ -41,12 +38,6 @@ MAPS = "Maps of the largest errors"
 _MAPS = 3  # inputs
 GROUPS = "Coverage of promises by group"
 FOREIGN, RISK = "Familiar and foreign inputs", "Risk over coverage"
-_LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
-_LIKE_ENTROPY = (
-    "max_probability",
-    "variation_ratio",
-    "standard_deviation",
-)  # nearly the same picture; not drawn
 
 
 def figures(evaluation: Measurements) -> dict[str, Figure]:
@@ -66,24 +57,20 @@ def _promises(evaluation: Measurements) -> dict[str, Figure]:
     labels = "level of the promise", "share of right answers inside"
     by_level = plots.coverage_lines(known, len(evaluation.targets), *labels)
     groups = evaluation.coverage_by_group
-    return {PROMISES: by_level} | ({GROUPS: plots.group_coverage_plot(groups)} if groups else {})
+    return {PROMISES: by_level} | ({GROUPS: plots.group_panels(groups)} if groups else {})
 
 
 def _quality(evaluation: Measurements) -> dict[str, Figure]:
     """Reliability of classes, coverage of values."""
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
     if evaluation.classification:
-        classes = cast(Mapping[str, ClassPrediction | PositionPrediction], test)
-        counted = {name: p.counted(evaluation.targets) for name, p in classes.items()}
-        calibration = {name: (rows.probs, labels) for name, (rows, labels) in counted.items()}
-        return {CALIBRATION: plots.reliability_diagram(calibration, bins=evaluation.bins)}
+        pairs = {name: (p, evaluation.targets) for name, p in test.items()}
+        return {CALIBRATION: plots.reliability_diagram(pairs, bins=evaluation.bins)}
     maps = {name: p for name, p in test.items() if isinstance(p, MapPrediction)}
-    rows = {name: (p, evaluation.targets) for name, p in test.items() if p.kind == "values"}
-    rows |= {name: p.counted(evaluation.targets) for name, p in maps.items()}
     with_noise = {
-        name: _of_there(p, targets)
-        for name, (p, targets) in cast(Mapping[str, tuple[RegressionPrediction, Tensor]], rows).items()
-        if bool((p.variance > 0).all())
+        name: (p, evaluation.targets)
+        for name, p in test.items()
+        if (p.kind == "values" or name in maps) and bool((cast(Any, p).variance > 0).all())
     }
     found = {COVERAGE: plots.coverage_plot(with_noise)} if with_noise else {}
     for name, prediction in maps.items():
@@ -96,38 +83,30 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
     return found
 
 
-def _of_there(prediction: RegressionPrediction, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, total variance and targets, of those that are there."""
-    parts, there = (prediction.mean, prediction.variance, targets), prediction.there(targets)
-    return parts if there is None else (parts[0][there], parts[1][there], parts[2][there])
-
-
 def _risk(evaluation: Measurements) -> dict[str, Figure]:
     """The risk by the default score, of the rows where that varies."""
     score = evaluation.default_score
     referred = {
-        f"{name}, {words(score)}": (by_set[FAMILIAR].scores()[score], evaluation.losses(name))
+        f"{name}, {words(score)}": (by_set[FAMILIAR], evaluation.targets)
         for name, by_set in evaluation.predictions.items()
         if score in evaluation.selective[name]
     }
-    return {RISK: plots.risk_coverage_plot(referred)} if referred else {}
+    return {RISK: plots.risk_coverage_plot(referred, score=score)} if referred else {}
 
 
-def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
-    """One panel for each row and score: that score on each data set."""
-    panels: dict[str, dict[str, Tensor]] = {}
+def _panels(evaluation: Measurements) -> dict[str, tuple[dict[str, Tensor], bool]]:
+    """One panel for each row and score that varies: the score on each data set, and if its axis is logarithmic."""
+    panels: dict[str, tuple[dict[str, Tensor], bool]] = {}
     for name, by_set in evaluation.predictions.items() if evaluation.foreign_names else ():
-        for score in evaluation.shown_scores(name):
-            if score not in _LIKE_ENTROPY:
-                panels[f"{words(score)}, {name}"] = {
-                    data: prediction.scores()[score] for data, prediction in by_set.items()
-                }
+        for score in plots.histogram_scores(by_set[FAMILIAR]):
+            sets = {data: prediction.scores()[score] for data, prediction in by_set.items()}
+            panels[f"{words(score)}, {name}"] = sets, plots.is_logarithmic(score)
     return panels
 
 
-def _histograms(panels: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    log = [title for title in panels if title.startswith(tuple(words(score) for score in _LOGARITHMIC))]
-    return plots.score_histograms(panels, log=log)
+def _histograms(panels: Mapping[str, tuple[Mapping[str, Tensor], bool]]) -> Figure:
+    log = [title for title, (_, logarithmic) in panels.items() if logarithmic]
+    return plots.histogram_panels({title: sets for title, (sets, _) in panels.items()}, log=log)
 
 
 # The page.
@@ -236,7 +215,7 @@ def html(evaluation: Measurements, title: str) -> str:
         for name, figure in (_quality(evaluation) | _promises(evaluation) | _risk(evaluation)).items()
     }
     # a figure for each panel: the page is as wide as its reader's screen
-    panels = {name: _histograms({name: sets}) for name, sets in _panels(evaluation).items()}
+    panels = {name: _histograms({name: panel}) for name, panel in _panels(evaluation).items()}
     drawn |= {FOREIGN: panels} if panels else {}
     parts: dict[str, str] = {}
     for start, note in _TABLES.items():

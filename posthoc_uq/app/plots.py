@@ -4,13 +4,18 @@ The figures are built without pyplot, so nothing is registered globally, no wind
 backend, style and open figures stay as they are. Colours are those of Okabe and Ito ("Color Universal
 Design", 2008), which colour-blind readers can tell apart; lines differ by marker or dash as well.
 
+A figure of models takes a prediction and its targets, ``reliability_diagram(prediction, labels)``, or several of these
+by name, ``reliability_diagram({"INF": (prediction, labels), "KFAC": (other, labels)})``. Predictions are those of
+predictors; probabilities from elsewhere become one by ``ClassPrediction.from_logits(probs.log().unsqueeze(0))``, means
+and variances by ``RegressionPrediction(mean, variance, 0.0)``.
+
 All functions raise a `PosthocUQError` for nothing to draw or inputs that do not fit, and a `NonFiniteError` for numbers
 that cannot be drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -32,10 +37,13 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.groups import GroupedCoverage, wilson
+from posthoc_uq.evaluation.measurements import FAMILIAR, varies, words
+from posthoc_uq.evaluation.promised import coverage_by_group, coverages
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.maps import MapPrediction
-from posthoc_uq.likelihoods.prediction import score_of
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction, score_of
 from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
 __all__ = [
@@ -99,16 +107,53 @@ def percent(share: float, position: int | None) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _check_not_empty(name: str, what: Mapping[str, Any]) -> None:
-    if not what:
-        raise PosthocUQError(f"{name} needs the predictions of at least one model.")
+Models = Prediction | Mapping[str, tuple[Prediction, Any]]
+"""One prediction, or several with what belongs to each, by name."""
+Score = str | Callable[[Any], Tensor]
+"""The name of a score, or a function from a prediction to scores (inputs,), higher for more uncertain inputs."""
+
+
+def _pairs(figure: str, prediction: Models, other: Any, what: str = "targets") -> dict[str, tuple[Any, Any]]:
+    """The arguments of a figure as a mapping; one prediction has an empty name."""
+    if isinstance(prediction, Prediction):
+        pairs: dict[str, Any] = {"": (prediction, other)} if other is not None else {"": ()}
+    else:
+        pairs = dict(prediction) if other is None else {"": ()}
+    if not pairs:
+        raise PosthocUQError(f"{figure} needs the prediction of at least one model.")
+    for pair in pairs.values():
+        if not (isinstance(pair, tuple) and len(cast(Any, pair)) == 2 and isinstance(pair[0], Prediction)):
+            raise PosthocUQError(
+                f"{figure} takes a prediction and its {what}, or a mapping from names to such pairs."
+            )
+    return pairs
+
+
+def _with_targets(figure: str, prediction: Models, targets: Any) -> dict[str, tuple[Any, Tensor]]:
+    pairs = _pairs(figure, prediction, targets)
+    return {name: (each, each.fitting(own)) for name, (each, own) in pairs.items()}
+
+
+def _of_classes(figure: str, prediction: Models, labels: Any) -> dict[str, tuple[ClassPrediction, Tensor]]:
+    """By name, a prediction with one class a row and the targets; of positions those that count are the rows."""
+    pairs = _with_targets(figure, prediction, labels)
+    for each, _ in pairs.values():
+        if not isinstance(each, (ClassPrediction, PositionPrediction)):
+            raise PosthocUQError(f"{figure} draws predictions of classes, not a {type(each).__name__}.")
+    return {name: each.counted(own) for name, (each, own) in pairs.items()}
+
+
+def _label(name: str, measured: str) -> str:
+    """An entry of a legend; a single prediction has no name."""
+    return f"{name} ({measured})" if name else measured
 
 
 # Calibration: classes by confidence, regressions by their intervals.
 
 
 def reliability_diagram(
-    predictions: Mapping[str, tuple[Tensor, Tensor]],
+    prediction: Models,
+    labels: Tensor | None = None,
     *,
     bins: int = 15,
     binning: metrics.Binning = "equal_width",
@@ -120,30 +165,30 @@ def reliability_diagram(
     panel always has bins of equal width, since bins of equal mass would all have the same height.
 
     Args:
-        predictions: by model, its probs (inputs, classes) and the integer labels (inputs,), or soft labels in the
-            shape of the probs.
+        prediction: of classes, or by name a prediction and its labels.
+        labels: (inputs,) integers, or soft labels in the shape of the probabilities.
         bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
         binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
     """
-    _check_not_empty("reliability_diagram", predictions)
-    figure = new_figure(5.6, 6.2 + 0.22 * len(predictions))
+    pairs = _of_classes("reliability_diagram", prediction, labels)
+    figure = new_figure(5.6, 6.2 + 0.22 * len(pairs))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_diagonal(upper)
-    for index, (name, (probs, labels)) in enumerate(predictions.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        parts = metrics.calibration_bins(probs, labels, bins, binning)
+    for index, (name, (rows, own)) in enumerate(pairs.items()):
+        colour, probs = COLOURS[index % len(COLOURS)], rows.probs
+        parts = metrics.calibration_bins(probs, own, bins, binning)
         confidence, accuracy, count = (tensor.numpy() for tensor in parts)
-        error = metrics.expected_calibration_error(probs, labels, bins, binning)
+        error = metrics.expected_calibration_error(probs, own, bins, binning)
         filled = count > 0
         low, high = wilson(accuracy[filled], count[filled])
         upper.vlines(confidence[filled], low, high, color=colour, alpha=0.35, linewidth=2)
         upper.plot(
             confidence[filled],
             accuracy[filled],
-            label=f"{name} (ECE {error:.3f})",
+            label=_label(name, f"ECE {error:.3f}"),
             **line_style(index, marker_size=5),
         )
-        widths = metrics.calibration_bins(probs, labels, bins).counts.numpy()
+        widths = metrics.calibration_bins(probs, own, bins).counts.numpy()
         share, edges = widths / widths.sum(), np.linspace(0, 1, bins + 1)
         lower.stairs(share, edges, **line_style(index))
         lower.stairs(share, edges, color=colour, fill=True, alpha=0.15)
@@ -158,7 +203,8 @@ def reliability_diagram(
 
 
 def coverage_plot(
-    predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    prediction: Models,
+    targets: Tensor | None = None,
     *,
     levels: Sequence[float] | None = None,
     kind: Literal["interval", "quantile"] = "interval",
@@ -170,19 +216,31 @@ def coverage_plot(
     as many independent targets as the smallest data set here has. The legend gives the mean gap.
 
     Args:
-        predictions: by model, its mean, total variance and the targets, each (inputs,) or (inputs, outputs).
+        prediction: of values with positive variances, or by name a prediction and its targets.
+        targets: shaped like the mean; NaN where there is none.
         levels: probabilities strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
         kind: "interval" for central intervals, "quantile" for the share below each quantile.
     """
-    _check_not_empty("coverage_plot", predictions)
-    curves = {name: metrics.coverage_curve(*parts, levels, kind=kind) for name, parts in predictions.items()}
+    pairs = _with_targets("coverage_plot", prediction, targets)
+    parts = {name: _values_there(each, own) for name, (each, own) in pairs.items()}
+    curves = {name: metrics.coverage_curve(*each, levels, kind=kind) for name, each in parts.items()}
     interval = kind == "interval"
     return coverage_lines(
         curves,
-        min(parts[2].numel() for parts in predictions.values()),
+        min(each[2].numel() for each in parts.values()),
         "nominal coverage of the central interval" if interval else "level of the quantile",
         "share of targets inside" if interval else "share of targets below",
     )
+
+
+def _values_there(prediction: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, total variance and targets of all values whose target is there."""
+    if isinstance(prediction, MapPrediction):
+        prediction, targets = prediction.counted(targets)
+    if prediction.kind != "values":
+        raise PosthocUQError(f"coverage_plot draws predictions of values, not a {type(prediction).__name__}.")
+    parts, there = (prediction.mean, prediction.variance, targets), prediction.there(targets)
+    return parts if there is None else (parts[0][there], parts[1][there], parts[2][there])
 
 
 def coverage_lines(
@@ -210,7 +268,7 @@ def coverage_lines(
         axes.plot(
             curve.nominal[order].numpy(),
             curve.observed[order].numpy(),
-            label=f"{name} (mean gap {curve.error:.3f})",
+            label=_label(name, f"mean gap {curve.error:.3f}"),
             **line_style(index, marker_size=4.5),
         )
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel=nominal, ylabel=observed, aspect="equal")
@@ -222,23 +280,39 @@ def coverage_lines(
 _MAX_GROUPS = 12  # in a panel: the least covered
 
 
-def group_coverage_plot(groups: Mapping[str, GroupedCoverage]) -> Figure:
+def group_coverage_plot(
+    prediction: Models, targets: Tensor | None = None, *, class_names: Sequence[str] | None = None
+) -> Figure:
     """Coverage of promises by groups of inputs: a panel for each score, the size of the set or width of the interval,
-    and the class.
+    and the class. The level is 90 %, or the highest below it that the held-out scores allow.
 
     Vertical bars are 95 % intervals (Wilson), wide where there are few inputs; the dashed line is the promised level.
     The legend gives the excess risk of the target coverage (ERT, `metrics.coverage_excess_risk`) and twice its standard
     error. Of more than twelve classes the least covered are drawn.
 
     Args:
-        groups: by model, as `evaluate` finds them: ``evaluation.coverage_by_group``.
+        prediction: with held-out scores, or by name a prediction and its targets.
+        targets: its labels or values.
+        class_names: by index.
     """
-    _check_not_empty("group_coverage_plot", groups)
+    pairs = _with_targets("group_coverage_plot", prediction, targets)
+    found = {
+        name: coverage_by_group(each, coverages(each, own), class_names)
+        for name, (each, own) in pairs.items()
+    }
+    return group_panels({name: groups for name, groups in found.items() if groups is not None})
+
+
+def group_panels(groups: Mapping[str, GroupedCoverage]) -> Figure:
+    """`group_coverage_plot` of what `evaluate` found: ``evaluation.coverage_by_group``."""
     panels = [
         (name, by) for name, found in groups.items() for by in dict.fromkeys(g.by for g in found.groups)
     ]
     if not panels:
-        raise PosthocUQError("group_coverage_plot needs at least one group of inputs.")
+        raise PosthocUQError(
+            "group_coverage_plot draws promises, and no prediction has held-out scores for a level of 80 %; see "
+            "posthoc_uq.calibrate."
+        )
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     figure = new_figure(0.6 + 4.6 * columns, 0.3 * len(groups) + 3.6 * rows)
@@ -254,7 +328,7 @@ def group_coverage_plot(groups: Mapping[str, GroupedCoverage]) -> Figure:
         low, high = [group.low for group in own], [group.high for group in own]
         axes.vlines(places, low, high, color=style["color"], alpha=0.35, linewidth=2)
         risk = found.missing
-        label = name if risk is None else f"{name} (ERT {risk.value:.3f} ± {2 * risk.error:.3f})"
+        label = name if risk is None else _label(name, f"ERT {risk.value:.3f} ± {2 * risk.error:.3f}")
         (drawn[label],) = axes.plot(places, [group.coverage for group in own], label=label, **style)
         axes.axhline(found.level, color=GREY, linewidth=1, linestyle=REFERENCE)
         axes.set_xticks(places, [group.name for group in own], rotation=30, ha="right")
@@ -265,33 +339,76 @@ def group_coverage_plot(groups: Mapping[str, GroupedCoverage]) -> Figure:
         axes.remove()
     for row in grid:
         row[0].set_ylabel("share of right answers inside")
-    figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", frameon=False)
+    if any(drawn):
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", frameon=False)
     return figure
 
 
 # Scores on familiar and on foreign inputs.
 
 
+_LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
+_LIKE_ANOTHER = ("max_probability", "variation_ratio", "standard_deviation")  # nearly the entropy's picture
+
+
 def score_histograms(
-    scores: Mapping[str, Mapping[str, Tensor]], *, bins: int = 30, log: Collection[str] = ()
+    prediction: Models,
+    foreign: Prediction | Mapping[str, Prediction] | None = None,
+    *,
+    scores: Sequence[str] | None = None,
+    bins: int = 30,
 ) -> Figure:
     """One panel per score: how it is distributed on familiar and on foreign inputs.
 
-    Each panel's first entry is the familiar (in-distribution) one, drawn filled; the others are outlines,
-    with the AUROC of telling them apart from the first in the legend. Bars are shares of the inputs.
+    The familiar (in-distribution) inputs are drawn filled; the foreign ones are outlines, with the AUROC of telling
+    them apart from the familiar ones in the legend. Bars are shares of the inputs. Variances and mutual information,
+    which spread over orders of magnitude, have a logarithmic axis; there, scores that are not positive are drawn at
+    the smallest positive one.
 
     Args:
-        scores: by panel, for instance "entropy of INF", by data set, for instance "in" and "letters": scores
-            (inputs,), higher meaning stranger.
+        prediction: of familiar inputs, or by name a prediction and that of foreign inputs.
+        foreign: the prediction of foreign inputs, or several by the name of their data set.
+        scores: names of scores; without them those that vary, but for some that look like the entropy.
         bins: number of bins over the common range of a panel.
-        log: the panels with a logarithmic axis, for scores that spread over orders of magnitude (such as
-            `epistemic()`); scores that are not positive are drawn at the smallest positive one.
+    """
+    panels: dict[str, dict[str, Tensor]] = {}
+    log: list[str] = []
+    for name, (familiar, others) in _pairs("score_histograms", prediction, foreign, "foreign ones").items():
+        sets: dict[str, Prediction] = {FAMILIAR: familiar} | (
+            {"foreign": others} if isinstance(others, Prediction) else dict(others)
+        )
+        chosen = scores if scores is not None else histogram_scores(familiar)
+        for score in chosen:
+            title = ", ".join(filter(None, (words(score), name)))
+            panels[title] = {data: score_of(each, score) for data, each in sets.items()}
+            log += [title] if is_logarithmic(score) else []
+    return histogram_panels(panels, bins=bins, log=log)
+
+
+def histogram_scores(prediction: Prediction) -> list[str]:
+    """The scores that vary between inputs and do not look like another one."""
+    return [
+        name for name, values in prediction.scores().items() if name not in _LIKE_ANOTHER and varies(values)
+    ]
+
+
+def is_logarithmic(score: str) -> bool:
+    """Whether a score spreads over orders of magnitude."""
+    return score in _LOGARITHMIC
+
+
+def histogram_panels(
+    scores: Mapping[str, Mapping[str, Tensor]], *, bins: int = 30, log: Collection[str] = ()
+) -> Figure:
+    """`score_histograms` of tensors.
+
+    Args:
+        scores: by panel, by data set, scores (inputs,); the first data set is the familiar one.
+        bins: number of bins over the common range of a panel.
+        log: the panels with a logarithmic axis.
     """
     if not scores or not all(scores.values()):
         raise PosthocUQError("score_histograms needs at least one panel, each with at least one data set.")
-    unknown = sorted(set(log) - set(scores))
-    if unknown:
-        raise PosthocUQError(f"log names panels that do not exist: {', '.join(unknown)}.")
     columns = min(len(scores), 3)
     rows = -(-len(scores) // columns)
     figure = new_figure(0.6 + 4.2 * columns, 3.9 * rows)
@@ -367,10 +484,29 @@ def _value_range(low: float, high: float, pad: float) -> tuple[float, float]:
 _MAX_POINTS = 1000  # of a curve that are drawn; more could not be seen
 
 
+def _scored(
+    pairs: Mapping[str, tuple[Any, Tensor]], score: Score | Sequence[Score] | None
+) -> Iterator[tuple[str, Tensor, Any, Tensor]]:
+    """The lines of a figure: the name, the scores, the prediction and its targets."""
+    several = isinstance(score, Sequence) and not isinstance(score, str)
+    for name, (prediction, targets) in pairs.items():
+        chosen: Any = prediction.default_score if score is None else score
+        for each in chosen if several else [chosen]:
+            named = isinstance(each, str)
+            values = score_of(prediction, each) if named else each(prediction)
+            title = words(each) if named else getattr(each, "__name__", "score")
+            shown = [name, title] if several or not name else [name]
+            yield ", ".join(filter(None, shown)), values, prediction, targets
+
+
 def risk_coverage_plot(
-    scores: Mapping[str, tuple[Tensor, Tensor]], *, risk_label: str = "risk (mean loss of the retained)"
+    prediction: Models,
+    targets: Tensor | None = None,
+    *,
+    score: Score | Sequence[Score] | None = None,
+    risk_label: str = "risk (mean loss of the retained)",
 ) -> Figure:
-    """Mean loss of the retained inputs over the share that is retained, one line per score or model.
+    """Mean loss of the retained inputs over the share that is retained, one line per model and score.
 
     Two references: the ideal order (by the loss itself), and a random one, whose risk is the mean loss at any
     coverage. Where all entries have the same losses they are drawn once, in grey; otherwise for each entry in
@@ -378,11 +514,14 @@ def risk_coverage_plot(
     the risks from a coverage of 5 % on.
 
     Args:
-        scores: by name, an uncertainty (inputs,), higher is referred sooner, and the losses (inputs,) of the
-            prediction it belongs to, for instance 1 where the class is wrong.
-        risk_label: of the vertical axis, with the unit of the loss.
+        prediction: of any kind, or by name a prediction and its targets.
+        targets: its labels or values.
+        score: by which inputs are referred, higher ones sooner: a name, a function of the prediction, or several of
+            these; by default the prediction's `default_score`.
+        risk_label: of the vertical axis, with the unit of the loss: 1 for a wrong class, the squared error of values.
     """
-    _check_not_empty("risk_coverage_plot", scores)
+    pairs = _with_targets("risk_coverage_plot", prediction, targets)
+    scores = {name: (values, each.losses(own)) for name, values, each, own in _scored(pairs, score)}
     curves = {name: metrics.risk_coverage(*pair) for name, pair in scores.items()}
     for name, (_, losses) in scores.items():
         if not bool(losses.isfinite().all()):
@@ -429,37 +568,41 @@ def _thinned(curve: metrics.RiskCoverage) -> tuple[np.ndarray, np.ndarray]:
 
 
 def referral_plot(
-    predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    prediction: Models,
+    labels: Tensor | None = None,
     *,
+    score: Score | Sequence[Score] | None = None,
     metric: Literal["accuracy", "auc"] = "accuracy",
     rates: Sequence[float] | None = None,
 ) -> Figure:
-    """Quality of the retained predictions over the share of inputs referred, one line per model.
+    """Quality of the retained predictions over the share of inputs referred, one line per model and score.
 
     A good uncertainty makes the line rise: it refers the inputs that would have been wrong. With "accuracy" a
     shaded band is the 95 % Wilson interval of the inputs that remain, and the legend gives the area under the
     curve over all rates (larger is better). With "auc" the line ends where the inputs that remain are all of one class.
 
     Args:
-        predictions: by model, an uncertainty (inputs,), higher is referred sooner, its probs (inputs, classes)
-            and the labels (inputs,).
+        prediction: with one class an input, or by name a prediction and its labels.
+        labels: (inputs,) integers.
+        score: by which inputs are referred, as in `risk_coverage_plot`.
         metric: "accuracy", or "auc" for the ROC AUC as in `metrics.selective_auc`.
         rates: shares referred, each in [0, 1); without them 0, 0.01, ..., 0.95.
     """
-    _check_not_empty("referral_plot", predictions)
+    lines = list(_scored(_of_classes("referral_plot", prediction, labels), score))
     one_of("metric", metric, ("accuracy", "auc"))
     chosen = [k / 100 for k in range(96)] if rates is None else sorted(float(rate) for rate in rates)
-    figure = new_figure(6.2, 4.2 + 0.22 * len(predictions))
+    figure = new_figure(6.2, 4.2 + 0.22 * len(lines))
     axes = figure.subplots()
     x = np.asarray(chosen)
-    for index, (name, (scores, probs, labels)) in enumerate(predictions.items()):
+    for index, (name, scores, each, targets) in enumerate(lines):
+        probs, own = each.probs, each.labels(targets)
         if metric == "accuracy":
-            values = metrics.selective_accuracy(scores, probs, labels, chosen).numpy()
-            label = f"{name} (area {metrics.selective_accuracy_area(scores, probs, labels):.3f})"
-            low, high = wilson(values, np.maximum((1 - x) * len(labels), 1))
+            values = metrics.selective_accuracy(scores, probs, own, chosen).numpy()
+            label = _label(name, f"area {metrics.selective_accuracy_area(scores, probs, own):.3f}")
+            low, high = wilson(values, np.maximum((1 - x) * len(own), 1))
             axes.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.12, linewidth=0)
         else:
-            values, label = metrics.selective_auc(scores, probs, labels, chosen).numpy(), name
+            values, label = metrics.selective_auc(scores, probs, own, chosen).numpy(), name
         axes.plot(x, values, label=label, **line_style(index))
     axes.set(
         xlim=(0, max(chosen) or 1),

@@ -27,7 +27,6 @@ from posthoc_uq.evaluation.promised import (
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.conformal import Coverage
 from posthoc_uq.likelihoods.prediction import Prediction, score_of
-from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
@@ -209,7 +208,7 @@ def foreignness(
             "FPR95": metrics.ood_fpr(inside[name], outside[name]),
         }
         for name in inside
-        if name in outside and _varies(inside[name], outside[name])
+        if name in outside and varies(inside[name], outside[name])
     }
 
 
@@ -224,11 +223,11 @@ def _selection(
             **prediction.retained_quality(scores, targets, rates),
         }
         for name, scores in prediction.scores().items()
-        if _varies(scores)
+        if varies(scores)
     }
 
 
-def _varies(*scores: Tensor) -> bool:
+def varies(*scores: Tensor) -> bool:
     """Whether a score varies between inputs: a plain model's functional variance is 0 everywhere."""
     joined = torch.cat(scores)
     return joined.numel() > 0 and bool((joined != joined[0]).any())
@@ -391,11 +390,6 @@ class Measurements:
     def default_score(self) -> str:
         """The name of the score used where none is named."""
         return self.score or self._test(self.names[0]).default_score
-
-    def shown_scores(self, name: str) -> list[str]:
-        """The scores of a row that vary between inputs."""
-        known = self.selective[name]
-        return [score for score in CLASS_SCORES if score in known] if self.classification else list(known)
 
     def losses(self, name: str | None = None) -> Tensor:
         """Per test input ``(inputs,)``: 1 for a wrong class, the squared error for values."""

@@ -108,12 +108,12 @@ def one_seed(
         head = uq.wrap(network, posterior, "sampling", n_samples=options.draws)
         rows[name] = partial(predicted, head, size=100)
     results: dict[str, dict[str, float]] = {}
-    curves: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    curves: dict[str, tuple[uq.Prediction, Tensor]] = {}
     for name, predict in rows.items():
         prediction = predict(data.test.images)
         others = {"digits": predict(unseen).entropy(), "letters": predict(letters).entropy()}
         results[name] = measures(prediction, data.test.labels, others)
-        curves[name] = prediction.entropy(), prediction.probs, data.test.labels
+        curves[name] = prediction, data.test.labels
         print(f"seed {seed}, {name}: {results[name]}", flush=True)
     if seed == options.seeds[0]:
         save_figure(referral_plot(curves), options.output / "selective_prediction.png", options.smoke)

@@ -20,10 +20,10 @@ from posthoc_uq.app.plots import (
     MARKERS,
     REFERENCE,
     clean,
+    histogram_panels,
     legend_above,
     line_style,
     new_figure,
-    score_histograms,
     wilson,
 )
 from posthoc_uq.core import rank
@@ -175,7 +175,7 @@ def entropy_figure(rows: Mapping[str, dict[str, Any]]) -> Figure:
         quality = next(iter(found["measures"]["quality"].values()))
         title = f"entropy, {name} (accuracy {quality['accuracy']:.3f}, ECE {quality['ECE']:.3f})"
         panels[title] = {"in-domain" if data == FAMILIAR else data: e for data, e in found["entropy"].items()}
-    return score_histograms(panels, bins=25)
+    return histogram_panels(panels, bins=25)
 
 
 def search_figure(methods: Sequence[str], options: argparse.Namespace) -> Figure:
