@@ -109,7 +109,7 @@ def percent(share: float, position: int | None) -> str:
 
 Models = Prediction | Mapping[str, tuple[Prediction, Any]]
 """One prediction, or several with what belongs to each, by name."""
-Score = str | Callable[[Any], Tensor]
+ScoreOrName = str | Callable[[Any], Tensor]
 """The name of a score, or a function from a prediction to scores (inputs,), higher for more uncertain inputs."""
 
 
@@ -485,7 +485,7 @@ _MAX_POINTS = 1000  # of a curve that are drawn; more could not be seen
 
 
 def _scored(
-    pairs: Mapping[str, tuple[Any, Tensor]], score: Score | Sequence[Score] | None
+    pairs: Mapping[str, tuple[Any, Tensor]], score: ScoreOrName | Sequence[ScoreOrName] | None
 ) -> Iterator[tuple[str, Tensor, Any, Tensor]]:
     """The lines of a figure: the name, the scores, the prediction and its targets."""
     several = isinstance(score, Sequence) and not isinstance(score, str)
@@ -503,7 +503,7 @@ def risk_coverage_plot(
     prediction: Models,
     targets: Tensor | None = None,
     *,
-    score: Score | Sequence[Score] | None = None,
+    score: ScoreOrName | Sequence[ScoreOrName] | None = None,
     risk_label: str = "risk (mean loss of the retained)",
 ) -> Figure:
     """Mean loss of the retained inputs over the share that is retained, one line per model and score.
@@ -571,7 +571,7 @@ def referral_plot(
     prediction: Models,
     labels: Tensor | None = None,
     *,
-    score: Score | Sequence[Score] | None = None,
+    score: ScoreOrName | Sequence[ScoreOrName] | None = None,
     metric: Literal["accuracy", "auc"] = "accuracy",
     rates: Sequence[float] | None = None,
 ) -> Figure:
