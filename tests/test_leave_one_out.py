@@ -206,6 +206,27 @@ def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped
         assert RIDGES[min(range(len(errors)), key=errors.__getitem__)] == found.ridge
 
 
+@pytest.mark.parametrize(("independent", "error"), [(0.05, 1e-4), (0.0, 1e-8)])
+def test_many_rows_are_decomposed_in_float32_where_that_is_exact_enough(
+    independent: float, error: float
+) -> None:
+    """A kernel of low rank is not."""
+    torch.manual_seed(1)
+    features = torch.randn(600, 40, dtype=torch.float64)
+    targets = features[:, :3] + 0.3 * torch.randn(600, 3, dtype=torch.float64)
+    kernel = features @ features.T / 40
+    kernel.diagonal().add_(independent)
+    found, errors = leave_one_out(kernel, targets), []
+    best = RIDGES.index(found.ridge)
+    for ridge in RIDGES[best - 1 : best + 2]:
+        inverse = torch.linalg.inv(kernel / kernel.diagonal().mean() + ridge * torch.eye(600).double())
+        residuals = inverse @ (targets - targets.mean(0)) / inverse.diagonal().unsqueeze(1)
+        errors.append(float(residuals.square().mean()))
+        if ridge == found.ridge:
+            torch.testing.assert_close(found.predictions, targets - residuals, rtol=error, atol=error)
+    assert min(errors) >= float(found.squared_error.mean()) * (1 - error)
+
+
 def test_the_temperature_gives_the_confidence_and_never_sharpens() -> None:
     torch.manual_seed(2)
     logits = 6 * torch.randn(200, 4)
