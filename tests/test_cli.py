@@ -57,7 +57,6 @@ from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors import FAMILIES, Block, DiagonalBlock
 
 RANK = 8
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "command_line.md"
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +320,6 @@ class TestConfiguration:
         assert call["data"] == "x" and call["method"] == Choice("method", "inf", {"rank": 7})
         assert call["reading"].target == ["a", "b"] and call["reading"].batch_size == 6
         assert parsed("fit", "--batch-size 6", f"--config={path} --rank 3")["method"].options == {"rank": 3}
-        path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
-        assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
         path.write_text(
             "method: kfac\nlikelihood: binary\ntarget: 'y, EUR'\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
         )

@@ -333,11 +333,11 @@ def tune(
 ) -> Done:
     """Choose the hyperparameters of the posterior in FILE, and rewrite it.
 
-    With --data the widest posterior is kept that held-out labels do not speak against: at most 0.003 nats worse than
-    the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without --data the
-    log marginal likelihood decides; --criterion names another way: with leave_one_out DATA are the training data, from
-    which temperature or noise is estimated, of a network that was trained from scratch on them. The head that was
-    searched through is written into FILE with its options, and predict and evaluate take it from there.
+    With --data the posterior is made as wide as held-out labels allow: its predictions are at most 0.003 nats worse
+    than the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without
+    --data the log marginal likelihood decides; --criterion names another way: with leave_one_out DATA are the training
+    data, from which temperature or noise is estimated, of a network that was trained from scratch on them. The head
+    that was searched through is written into FILE with its options, and predict and evaluate take it from there.
 
     Examples:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
@@ -511,7 +511,9 @@ def calibrate(
 
     One part of DATA tunes, as tune does; the scores of the other part are kept in FILE, so that sets of classes,
     intervals and familiarity in Python hold with a promised probability, and predict, evaluate and serve refer a share
-    of the inputs to a person. Without held-out data see tune --criterion leave_one_out.
+    of the inputs to a person. These hold for the head and the hyperparameters that they were measured with, and for
+    rates of referral from 1 / (n + 1) on; otherwise predict warns and leaves the columns empty. What is printed names
+    classes that sets cover too little, and rare ones. Without held-out data see tune --criterion leave_one_out.
 
     Examples:
       posthoc-uq calibrate model.h5 photos/val --model timm:resnet18 --weights w.pt
@@ -821,8 +823,8 @@ def update(
 
     The result is that of a fit on all data for the methods diag, full, and kfac with --keep_grams. efb and inf keep
     their bases, and it is said how much of the new data's Fisher is outside of them. Prior precision and temperature
-    stay. What calibrate promised is dropped, of sets, intervals and referral: calibrate FILE again. FILE is replaced
-    when all is done, and stays as it was if anything fails.
+    stay; a file in a half format becomes one of float32. What calibrate promised is dropped, of sets, intervals and
+    referral: calibrate FILE again. FILE is replaced when all is done, and stays as it was if anything fails.
 
     With --remove, DATA must be the same samples, unchanged: prepare images as they were prepared then. Data that cannot
     all have been in are refused, as far as the statistics show it.

@@ -1,4 +1,19 @@
-"""Data by path, by name or by import path, as loaders."""
+"""Data by path, by name or by import path, as loaders.
+
+DATA is one of
+
+* a folder with a folder for each class: labelled images, in any depth;
+* a folder of images, or one image, without labels;
+* a folder with the folders ``images`` and ``masks`` and no other: images with the class of every pixel;
+* ``table.csv`` or ``table.tsv``: rows of numbers (extra ``tables``);
+* ``torchvision:NAME``, a data set of torchvision under ``--data-root``; ``--download`` fetches it;
+* ``package.module:function`` or ``file.py:function``, which returns a `Dataset` or a `DataLoader`, and is called with
+  ``split=`` if it has that parameter. No transform is applied to its items.
+
+``--split`` names a part of named data, or a range as in Python: ``train[:55000]``, ``[:1000]`` of a table. Without it
+`fit` takes ``train``, `tune` and `calibrate` ``val``, `predict` and `evaluate` ``test``. ``fit --unlabelled`` leaves
+class folders aside; `predict` and ``--ood`` never look at labels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Folders of images: with a folder for each class, with masks of classes, or without labels; and batches of them."""
+"""Folders of images: with a folder for each class, with masks of classes, or without labels; and batches of them.
+
+An image is a BMP, JPEG, PNG, PPM, TIFF or WebP file; no other format is opened, whatever a file is called. Hidden
+files are left out. Links are followed, but not to folders that hold them or were read already, which a warning names.
+A pipe or a device is an error.
+
+Masks are PNG files of one channel (grey or a palette), of their image's name and size, whose values are indices of
+classes; 255, or ``--ignore-index``, counts for nothing. ``--image-size`` resizes and crops them as their images, by
+the nearest pixel; a transform of your own must keep the size. Images of different sizes need ``--image-size``, or
+``--batch-size 1``. `evaluate` keeps all predictions in memory: about 50 bytes for each pixel and class.
+"""
 
 from __future__ import annotations
 

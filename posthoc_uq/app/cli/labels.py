@@ -1,4 +1,13 @@
-"""Files that say which output of a model is which class."""
+"""Files that say which output of a model is which class.
+
+Class folders sorted by name are the outputs from 0 on. With fewer folders than outputs, ``--class-map FILE`` has the
+folders' names in the order of the outputs: one a line (or as the first word of each, as in ImageNet's
+``LOC_synset_mapping.txt``), or JSON, a list, ``{"n01440764": 0}`` or ``{"0": ["n01440764", "tench"]}``.
+
+Names in a CSV and a report are those of ``--class-names`` (one a line, JSON, or the folder of the training images);
+else, in `evaluate`, of the class folders; else those of the fit; else torchvision's categories with ``--pretrained``;
+else numbers.
+"""
 
 from __future__ import annotations
 

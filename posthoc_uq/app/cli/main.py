@@ -1,7 +1,9 @@
 """The program ``posthoc-uq``: which command is called, what it prints, and how it ends.
 
-Results go to stdout; progress, warnings and errors go to stderr, an error in one line. Exit codes: 0; 1 for an error, 2
-for wrong usage, 3 where `predict` left images out, 130 after Ctrl-C.
+Results go to stdout; progress (on a terminal), what was taken from the posterior's file, warnings and errors go to
+stderr, an error in one line. With ``--json`` stdout is one JSON object, in which numbers that are not finite are null.
+Exit codes: 0 done; 1 an error; 2 wrong usage; 3 where `predict` left images out; 130 after Ctrl-C. For completion in
+your shell ``posthoc-uq --print_completion=shtab-bash`` prints a script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,25 @@
-"""Models by name or by import path, with trained weights from a file."""
+"""Models by name or by import path, with trained weights from a file.
+
+``--model`` is one of
+
+* ``timm:NAME``, such as ``timm:resnet18.a1_in1k``, or ``torchvision:NAME``, for classification or segmentation. These
+  need ``--weights``, or ``--pretrained``, which downloads;
+* ``package.module:function`` or ``file.py:function``: a function of yours that is called without arguments. The
+  current folder is looked in, too.
+
+``--weights`` loads a state dict, bare or under ``state_dict``, ``model_state_dict``, ``model`` or ``weights``;
+``module.`` and ``_orig_mod.`` in names are ignored. In a trainer's checkpoint (Lightning's ``.ckpt``) the model's
+names may have a prefix: it is found, or given by ``--weights-prefix net``. Only tensors and plain values are
+unpickled. A posterior belongs to its weights: others are an error.
+
+Images are prepared as the model expects: by timm's configuration for its models (also those that your function
+returns), by the transforms of the default weights for torchvision's, else by the model's attribute ``transform``, else
+scaled to [0, 1] without resizing. ``--image-size``, ``--mean`` and ``--std`` replace single values, ``--transform``
+all of it. Images become grey or RGB by the channels of the first convolution. The posterior's file keeps these
+options: other commands take them, and warn if their transform differs.
+
+A model may return more than a tensor: `fit` finds the outputs, or takes ``--model-output KEY``, and the file keeps it.
+"""
 
 from __future__ import annotations
 

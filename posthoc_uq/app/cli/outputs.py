@@ -1,5 +1,18 @@
 """What a command writes: never over something that it reads, over another file only with ``--force``; and predictions
 as a table or as maps.
+
+A file that a command reads is never written over, under whatever name: data, masks, the posterior, weights, code,
+lists of names, configuration. Modules that your code imports in its turn are not known. Two options that name the same
+file are an error. `tune`, `calibrate` and `update` change the posterior in FILE, and need no ``--force``. A file
+appears under its name when it is complete; if a command fails, an old one stays.
+
+The CSV of `predict` is UTF-8, with a header and one row for each image or row of a table; ``file`` is relative to
+DATA, or a number. Of several outputs columns are numbered. Texts that a spreadsheet would compute as formulas have an
+apostrophe in front. An unreadable image ends the command, unless ``--skip-unreadable`` leaves it out (exit code 3).
+
+``--maps DIR`` writes for each image ``DIR/class/NAME.png``, the predicted class of every pixel (8 bits, 16 above 256
+classes), and ``DIR/entropy``, ``DIR/mutual_information`` and ``DIR/novelty`` in 16 bits, where 65535 is the largest
+value: the logarithm of the number of classes, 1 for the novelty. Maps have the size of the model's input.
 """
 
 from __future__ import annotations

@@ -2,7 +2,19 @@
 dataclasses that it takes, and of the method, likelihood or head that is chosen.
 
 jsonargparse reads values and configuration files, completes, and prints help. Around it stands what people type:
-dashes for underscores, flags without a value, ``--rank`` for ``--method.rank``, several values with commas.
+
+* Dashes and underscores are the same: ``--batch-size 5``, ``--batch_size=5``. A flag needs no value, and has an
+  opposite: ``--compress``, ``--no-temperature``. ``none`` and ``null`` are Python's None.
+* Several values have commas between them, or are given several times: ``--mean 0.5,0.5,0.5``, ``--target price
+  --target rent``. Names with commas: ``--columns '["a,b", "c"]'``, or alone ``--target 'y, EUR'``.
+* ``--method``, ``--likelihood`` and ``--head`` name a class of the library (``inf`` or ``INF``), whose fields are
+  options: ``--method.rank 50``, or ``--rank 50`` where no other option has that name. ``fit --method utvi --help``
+  lists them. An option that only one head takes selects that head. What is no text (an optimiser) can be given from
+  Python only.
+* ``--config FILE`` reads options by the same names from YAML; those on the command line win, and a value in a file is
+  never split at commas. ``--print_config`` prints all options of a call in this form.
+
+A method of your own is known once it is registered: import it, then call `posthoc_uq.app.cli.main`.
 """
 
 from __future__ import annotations

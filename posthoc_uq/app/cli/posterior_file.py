@@ -1,8 +1,15 @@
 """What a posterior's file says of its model and of the data that it was fitted on, and how commands on it take that.
 
-`fit` writes the names; other commands take them where their options say nothing. The file may be a stranger's. So a
-model is made only if timm or torchvision has it under that name, weights are read only from the file's own folder, and
-code is imported, or weights fetched, only if the user says so.
+`fit` writes ``--model``, ``--num-classes`` and ``--weights``; other commands take them where their options say
+nothing, and say so on stderr. The file may be a stranger's. So a model is made only if timm or torchvision has it
+under that name (not ``hf-hub:...``, which fetches), and weights are read only from the folder of the posterior's file
+or below, links followed: move both together. Code is imported, or weights fetched by ``--pretrained``, only if you say
+so. With the same ``--model`` of your own code ``--weights`` may be left out.
+
+The second of `tune`, `calibrate` and `update` on one file waits for the end of the first, and then changes what that
+one wrote. The lock is the operating system's, on the file itself, so a killed command leaves none. Where there are no
+locks (Windows, some network folders; a warning says so), or other code writes the file meanwhile, the command notices
+it before it writes, leaves the new file and ends with an error. `uq.load` and `uq.save` in Python ask for no lock.
 """
 
 from __future__ import annotations

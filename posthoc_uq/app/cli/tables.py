@@ -1,4 +1,25 @@
-"""Tables in CSV files, read by pandas: which columns are inputs and targets, and which class a label is."""
+"""Tables in CSV files, read by pandas: which columns are inputs and targets, and which class a label is.
+
+A table is UTF-8, a line of column names, then a row a line. Columns are separated by commas; by semicolons or tabs if
+the header has no comma; by tabs in a ``.tsv``. Inputs are all columns but the targets, or ``--columns``, in that
+order. The posterior's file keeps their names: other commands need neither ``--columns`` nor ``--target``.
+
+Inputs are numbers: text (``True``, too), a missing value, one that is not finite, or a row with more or fewer cells
+than the header is an error that names the line. Blank lines are left out. Nothing is standardised or filled in: of a
+network that was trained on standardised targets give ``--likelihood.mean data --likelihood.std data``, or numbers.
+Empty cells of targets are left out with ``--missing ignore``.
+
+``--target`` names, by the likelihood,
+
+* classification, binary, ordinal: one column. Whole numbers are indices of classes; other labels are text, and sorted
+  by name the first is output 0. With fewer labels than classes, or for ordered classes, ``--class-map`` has their
+  order. A label such as ``none`` or ``NA`` is missing, unless ``--class-map`` names it;
+* classification: several columns with the probabilities of the classes; binary: one with those of class 1;
+* multilabel: a column of 0 and 1, or of probabilities, for each label;
+* quantiles: one column, of which the outputs are quantiles;
+* survival: two columns, time and event (1 seen, 0 not yet), or two times with ``--censoring interval``;
+* all others: a column of numbers for each output.
+"""
 
 from __future__ import annotations
 
