@@ -22,7 +22,6 @@ from torch.utils.data.distributed import DistributedSampler
 import posthoc_uq as uq
 from posthoc_uq.app import WrongUsage
 from posthoc_uq.app.cli import commands
-from posthoc_uq.app.cli.main import COMMANDS
 from posthoc_uq.app.cli.parser import Command
 
 ELSEWHERE = {
@@ -242,8 +241,8 @@ def test_every_document_is_in_the_site() -> None:
 def test_the_generated_reference_has_every_command_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     text = "\n".join(importlib.import_module("generated").command_line())
-    for name in COMMANDS:
-        assert f"\n## posthoc-uq {name}\n" in text
+    for words, _ in written("docs/command_line.md"):
+        assert words[0] != "posthoc-uq" or f"\n## posthoc-uq {words[1]}\n" in text
     for option in (
         "--class-map",
         "--method.rank",
