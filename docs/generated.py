@@ -11,7 +11,12 @@ from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from pydantic import BaseModel
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPICS = {
@@ -30,7 +35,7 @@ TOPICS = {
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Add what is generated to its pages."""
-    parts = {"command_line.md": command_line}.get(page.file.src_uri)
+    parts = {"command_line.md": command_line, "format.md": file_format}.get(page.file.src_uri)
     return "\n\n".join([markdown, *parts()]) if parts else markdown
 
 
@@ -62,6 +67,91 @@ def command_line() -> Iterator[str]:
                     yield table
     yield "## Options of several commands"
     yield from shared.values()
+
+
+def file_format() -> Iterator[str]:
+    """The records in a file, the likelihoods, and the tensors of each kind of block."""
+    from posthoc_uq.files import ensembles
+    from posthoc_uq.files.records import Description, FitFacts, OwnLikelihoodRecord
+    from posthoc_uq.likelihoods import LIKELIHOODS
+    from posthoc_uq.likelihoods.registry import IN_FILES, class_of
+    from posthoc_uq.posteriors.block import BLOCKS
+
+    yield "## Records"
+    waiting = [Description, FitFacts, OwnLikelihoodRecord, ensembles.EnsembleRecord]
+    seen: dict[str, Any] = {}
+    while waiting:
+        kind = waiting.pop(0)
+        if kind.__name__ not in seen:
+            seen[kind.__name__] = kind
+            yield f"### {kind.__name__}\n\n{_first_paragraph(kind)}"
+            yield _fields(kind)
+            waiting += [each for field in kind.model_fields.values() for each in _named_in(field.annotation)]
+    yield "## Likelihoods"
+    yield "Fields beside `name`; what is the default, or does not apply, is left out."
+    for name in (*LIKELIHOODS, *IN_FILES):
+        fields = class_of(name).fields
+        yield f"`{name}`" + (f"\n\n{_fields(fields)}" if fields.model_fields else ": none.")
+    yield "## Tensors of blocks"
+    yield "Sizes are those of the layer. Bits are packed eight to a byte, the first the highest."
+    for name, block in BLOCKS.items():
+        rows = []
+        for own, hint in get_type_hints(block, include_extras=True).items():
+            for field in getattr(hint, "__metadata__", ()):
+                if hasattr(field, "sizes"):
+                    sizes = ", ".join(str(getattr(size, "name", size)) for size in field.sizes)
+                    facts = [
+                        key.replace("_", " ") for key, value in field.properties.items() if value is True
+                    ]
+                    facts += [f"where `{field.optional}`"] if field.optional else []
+                    rows.append([f"`{own}`", f"({sizes})", ", ".join(facts)])
+        attributes = block.record().model_fields
+        text = f"Attributes: {', '.join(f'`{own}`' for own in attributes)}." if attributes else ""
+        yield f"### `{name}`\n\n{_first_paragraph(block)} {text}\n\n{_table(['tensor', 'sizes', ''], rows)}"
+
+
+def _fields(kind: Any) -> str:
+    texts = {
+        each.arg_name: each.description
+        for base in reversed(kind.__mro__)
+        for each in docstring_parser.parse(vars(base).get("__doc__") or "").params
+    }
+    rows = []
+    for name, field in kind.model_fields.items():
+        text = re.sub(r"\s+", " ", texts.get(name) or "").replace("``", "`")
+        rows.append([f"`{field.alias or name}`", _type(field.annotation), text])
+    return _table(["field", "type", ""], rows)
+
+
+def _type(hint: Any) -> str:
+    """A field's type in words."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return "list" if parts[0] is Tensor else _type(parts[0])
+    if origin is Literal:
+        return ", ".join(map(str, parts))
+    if origin in (list, dict):
+        return f"{'list' if origin is list else 'object'} of {_type(parts[-1])}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_type, parts))
+    return {float: "number", int: "whole number", str: "text", bool: "true or false", Any: "value"}.get(
+        hint, "value"
+    )
+
+
+def _named_in(hint: Any) -> Iterator[Any]:
+    """The records that a type names."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in get_args(hint):
+        yield from _named_in(part)
+
+
+def _first_paragraph(kind: Any) -> str:
+    return " ".join((kind.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
 
 
 def _option(action: Any) -> tuple[str, str]:

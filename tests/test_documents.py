@@ -26,7 +26,6 @@ from posthoc_uq.app.cli.parser import Command
 
 ELSEWHERE = {
     "docs/coming_from_laplace_torch.md": "test_notebooks.py",
-    "docs/format.md": "test_save_load.py",
     "docs/guides/lightning.md": "test_lightning.py",
     "docs/language_models.md": "test_transformers.py",
 }

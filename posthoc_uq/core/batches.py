@@ -263,7 +263,12 @@ INPUT_TYPES = {
 
 
 class InputRecord(Record):
-    """One input of the model: its number type, and its place where it is given by that and not by its name."""
+    """One input of the model.
+
+    Attributes:
+        type: of its numbers.
+        place: where it is given by that, and not by its name.
+    """
 
     type: Annotated[str, among(INPUT_TYPES)]
     place: Natural | None = None

@@ -70,7 +70,19 @@ Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field
 
 
 class LayerRecord(Record):
-    """A layer: its parameters' names and the sides of its matrices (`posthoc_uq.layers.layer.Layer`)."""
+    """A layer: its parameters' names and the sides of its matrices (`posthoc_uq.layers.layer.Layer`).
+
+    Attributes:
+        kind: such as linear, conv2d, embedding; matmul has a weight with its inputs first.
+        weight: name of the parameter.
+        bias: name of the parameter; empty for none.
+        groups: G, of a convolution.
+        outputs: m, of a group.
+        inputs: n, of a group, with the bias.
+        weight_shape: of the parameter. Row o, column i of the matrix is ``weight.reshape(G, m, -1)[group, o, i]``; a
+            bias is the last column. Of a transposed convolution input and output channels of each group are exchanged
+            and the kernel is reversed before.
+    """
 
     kind: Annotated[str, among(RULES)]
     weight: Name
@@ -98,7 +110,13 @@ class NamedLayerRecord(LayerRecord):
 
 
 class BlockRecord(Record):
-    """A block: its kind, the layers in it, and the attributes that its class declares in `fields`."""
+    """A block: its kind, the layers in it, and the attributes that its class declares in `fields`.
+
+    Attributes:
+        kind: see the tensors of blocks.
+        members: names of layers. Blocks of several layers hold them one after the other, each flattened.
+        attributes: by the kind.
+    """
 
     kind: Annotated[str, among(BLOCKS)]
     members: Annotated[list[Name], Field(min_length=1)]
@@ -111,8 +129,12 @@ class BlockRecord(Record):
 
 
 class PriorRecord(Record):
-    """The prior of single weights: its mean where that is a number, and whether the file has a mean or a precision of
-    every weight.
+    """The prior of single weights.
+
+    Attributes:
+        mean: where it is one number.
+        means: whether the file has a mean of every weight.
+        precisions: whether it has a precision of every weight.
     """
 
     mean: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] = 0.0
@@ -127,6 +149,21 @@ class PriorRecord(Record):
 
 
 class _GramsRecord(Record):
+    """Statistics of what enters a layer.
+
+    Attributes:
+        layer: what they enter.
+        samples: that were seen.
+        smoothing: the ridge on every Gram, as a share of its mean eigenvalue.
+        classes: C, of which there are factors.
+        width: K, of the basis.
+        rank: k, of a class's factors.
+        source: of a stage `row`, `mean`, `deviation` or `roughness`, of the last layer `outputs`, `positions` or
+            `pooled`: how positions become features. Of a layer's input channels `deviation` has two features each,
+            `roughness` three, the others one; and there is one more.
+        stages: the same of up to three layers before.
+    """
+
     layer: NamedLayerRecord
     samples: Count
     smoothing: Annotated[float, Field(ge=1e-12, le=1e12)]
@@ -157,7 +194,17 @@ class FeaturesRecord(_GramsRecord):
 
 
 class EvidenceRecord(Record):
-    """What the fit saw of the data (`posthoc_uq.posteriors.settings.Evidence`)."""
+    """What the fit saw of the data (`posthoc_uq.posteriors.settings.Evidence`).
+
+    Attributes:
+        samples: how many.
+        log_likelihood: of the labels; absent without.
+        squared_residuals: of a regression, the sum over the noise variance.
+        targets: values of a regression.
+        noise_power: power of the noise precision to which the Fisher is proportional.
+        weight: the sum of the samples' weights; absent where each counts once.
+        present: the weighted number of target values that are there; absent where none is missing.
+    """
 
     samples: Count
     log_likelihood: Sum | None = None
@@ -169,7 +216,13 @@ class EvidenceRecord(Record):
 
 
 class OwnLikelihoodRecord(Record):
-    """A likelihood of the user's: these texts are compared with the object passed to `load`, and never imported."""
+    """A likelihood of the user's: these texts are compared with the object passed to `load`, and never imported.
+
+    Attributes:
+        name: of the likelihood.
+        class_: as ``module:name``.
+        attributes: that the object must have, too.
+    """
 
     name: Annotated[str, Field(max_length=200)]
     class_: Annotated[str, Field(alias="class", pattern=r"^[\w.<>]+:[\w.<>]+$", max_length=1000)]
@@ -203,7 +256,24 @@ LikelihoodRecord = Annotated[dict[Name, Any], AfterValidator(_check_likelihood)]
 
 
 class FitFacts(Record):
-    """Those facts about a fit that are read again; all others are kept for people."""
+    """Those facts about a fit that are read again; all others are kept for people.
+
+    Attributes:
+        model: its name, of `posthoc-uq fit`.
+        model_weights: the file of its weights.
+        model_weights_prefix: before the model's names in it.
+        model_classes: outputs of the model.
+        images: how they are prepared, in words.
+        image_size: in pixels.
+        image_mean: of the channels.
+        image_std: of the channels.
+        class_names: of the outputs.
+        table_columns: that are inputs.
+        table_classes: labels of a table, in the order of the outputs.
+        last_layer: its name.
+        novelty: by what it is measured.
+        prior_body_variance: what the prior of the layers before the last one adds to a faithful posterior.
+    """
 
     model_config = ConfigDict(extra="ignore", alias_generator=lambda name: name.replace("_", " "))
 
@@ -279,7 +349,24 @@ def _check_places(inputs: dict[str, InputRecord]) -> dict[str, InputRecord]:
 
 
 class HistoryRecord(Record):
-    """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.history.History`)."""
+    """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.history.History`).
+
+    Attributes:
+        fit: options, seed, timings; for people but for `FitFacts`.
+        deterministic: parameters without a posterior, and why.
+        tuning: how each hyperparameter was chosen.
+        head: that predicts.
+        faithful: the prior whose predictions are the model's own within a budget.
+        left_out: where held-out labels begin to search.
+        leave_one_out: what it estimated and set. Absent in older files, of which `calibrate` tunes a regression by half
+            of the rows.
+        calibration: of the moments head.
+        promises: the held-out scores.
+        novelty: ``posterior`` where no layer was found to measure it by.
+        changes: data since the fit.
+        output: which part of what the model returns its outputs are.
+        inputs: of the fit's first batch, by the names of the model's arguments.
+    """
 
     fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
     deterministic: dict[Name, Name]
@@ -324,7 +411,24 @@ def _plain_history(history: History) -> dict[str, Any]:
 
 
 class Description(Record):
-    """All that a file holds besides numbers: the JSON text of its dataset ``state``."""
+    """All that a file holds besides numbers: the JSON text of its dataset ``state``.
+
+    Attributes:
+        fingerprint: of the parameters with a posterior, or trained without uncertainty.
+        buffers_fingerprint: of the model's floating-point buffers; absent without.
+        others_fingerprint: of all other floating-point parameters; absent without.
+        method: its name, as in the header; ``outputs`` of calibrated outputs, which have no layers and blocks.
+        settings: hyperparameters.
+        likelihood: its name and what it declares.
+        evidence: of the fit.
+        history: how it was fitted, tuned and calibrated.
+        layers: by name.
+        blocks: by name; a block of one layer has the layer's name.
+        trained_mean: names of the parameters whose trained mean replaces the model's own.
+        certain: shapes, by name, of parameters that were trained without uncertainty.
+        prior: of single weights.
+        features: statistics of the last layer's inputs, where the fit kept them.
+    """
 
     fingerprint: Digest
     buffers_fingerprint: Digest | None = None

@@ -203,7 +203,13 @@ class LeaveOneOut(Record):
 
 
 class HeadRecord(Record):
-    """Through which head the posterior predicts, and by what its hyperparameters were found."""
+    """Through which head the posterior predicts.
+
+    Attributes:
+        name: of the head.
+        options: of the head.
+        criterion: by which its hyperparameters were found.
+    """
 
     name: Annotated[str, among(HEADS)]
     options: dict[Name, Simple]
@@ -226,8 +232,16 @@ def _is_number(value: float) -> float:
 
 
 class FaithfulRecord(Record):
-    """The faithful prior precision, or scale, as `value`, the temperature and that of the network it was compared with,
-    the divergence and its budget in nats, and the settings that it depends on.
+    """The prior whose predictions are the model's own within a budget.
+
+    Attributes:
+        head: through which it was found.
+        value: the prior precision, or the scale, or one by layer.
+        temperature: of the posterior.
+        network_temperature: of the network that it was compared with.
+        divergence: of the predictions, in nats; absent if infinite.
+        budget: that was allowed.
+        settings: that it depends on.
     """
 
     head: Annotated[str, among(HEADS)]
@@ -254,8 +268,11 @@ class FaithfulRecord(Record):
 
 
 class LeftOutRecord(Record):
-    """The most probable temperature and noise scale before a held-out label is seen, by leave-one-out; 1 for the one
-    that it did not look for.
+    """Where held-out labels begin to search: what leave-one-out finds most probable before.
+
+    Attributes:
+        temperature: 1 if it did not look for it.
+        noise_scale: the same.
     """
 
     temperature: Temperature

@@ -185,7 +185,17 @@ ScaleByClass = Annotated[list[Magnitude], Field(max_length=2**20)]
 
 
 class SettingsRecord(Record):
-    """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
+    """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on.
+
+    Attributes:
+        scale: of the Fisher; the number of samples after a fit.
+        prior_precision: a number, or one by layer.
+        residual_weight: of the diagonal of INF.
+        noise_scale: the factor on the noise variance of the likelihood.
+        temperature: that divides logits.
+        class_shift: added to logits, a number a class.
+        class_scale: that multiplies logits, a number a class.
+    """
 
     scale: Magnitude = 1.0
     prior_precision: NumberOrByLayer = 1.0
