@@ -61,7 +61,6 @@ def without_blocks(page: Path) -> str:
 
 NOT_YET = {
     "README.md",
-    "docs/coming_from_laplace_torch.md",
     "docs/getting_started.md",
     "docs/guides/active_learning.md",
     "docs/guides/calibration.md",

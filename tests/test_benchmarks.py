@@ -471,7 +471,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
 ) -> None:
     """By every script that has one: which one is known by the type of its option."""
     found = [path for path in sorted(BENCHMARKS.glob("[a-z]*.py")) if "type=output_" in path.read_text()]
-    assert len(found) == 26
+    assert len(found) == 27
     for path in BENCHMARKS.glob("*.py"):
         assert not re.search(r'"--(json|csv|picture|output)", type=Path', path.read_text()), path
     (tmp_path / "file").write_text("in the way")
@@ -523,3 +523,10 @@ def test_underconfident(tmp_path: Path) -> None:
     _script("underconfident").main(["--smoke", "--output", str(tmp_path)])
     header, *lines = (tmp_path / "underconfident_unsure.csv").read_text().splitlines()
     assert header.startswith("network,group,rule,accuracy") and len(lines) == 4
+
+
+@pytest.mark.study
+def test_laplace_torch_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("laplace", reason="laplace-torch is not installed")
+    _script("laplace_check").main([])  # which asserts it
+    assert len(capsys.readouterr().out.splitlines()) == 6

@@ -25,7 +25,6 @@ from posthoc_uq.app.cli import commands
 from posthoc_uq.app.cli.parser import Command
 
 ELSEWHERE = {
-    "docs/coming_from_laplace_torch.md": "test_notebooks.py",
     "docs/guides/lightning.md": "test_lightning.py",
     "docs/language_models.md": "test_transformers.py",
 }

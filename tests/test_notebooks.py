@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,6 @@ for _package in ("ipykernel", "sklearn", "skimage", "mlxtend", "pandas", "timm")
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-GUIDE = ROOT / "docs" / "coming_from_laplace_torch.md"
 
 # What the texts claim of the numbers, run in the notebook's own kernel after its last cell.
 CLAIMS = {
@@ -141,37 +137,3 @@ def test_notebook_is_stored_as_run(name: str) -> None:
     assert all(len(str(output)) < 200_000 for output in outputs)
     assert notebook.cells[-1].source.startswith("## What it showed\n")
     assert "/home/" not in str(outputs) and "site-packages" not in str(outputs)
-
-
-def _guide() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
-def _run(blocks: list[str]) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for block in blocks:
-            exec(compile(block, str(GUIDE), "exec"), names)
-    return names
-
-
-def test_our_half_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ours = [block for block in _guide() if not block.startswith(("# laplace-torch", "# both"))]
-    assert sum(block.startswith("# posthoc_uq") for block in ours) >= 9
-    names = _run(ours)
-    assert names["variance"].shape == (8, 10) and names["joint"].shape == (80, 80)
-    assert names["functions"].shape == (5, 8, 10)
-    assert float(names["tau"].grad) < 0
-    assert names["total"].shape == (397, 2) and bool((names["low"] < names["high"]).all())
-    assert names["posterior_t"].scale == 250
-    assert (tmp_path / "model.kfac.h5").exists()
-
-
-@pytest.mark.study
-def test_both_halves_of_the_guide_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("laplace", reason="laplace-torch is not installed")
-    monkeypatch.chdir(tmp_path)
-    names = _run(_guide())  # the last block asserts that the numbers are the same
-    assert names["cases"].keys() == {"biases", "no biases", "regression, biases"}
