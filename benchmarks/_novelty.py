@@ -134,7 +134,7 @@ def own_scores(model: nn.Module, predictor: uq.Predictor, inputs: Tensor, forms:
     found: Scores = {NETWORK: -(logs.exp() * logs).sum(1), "entropy": prediction.entropy()}
     if prediction.sample_entropy is not None:
         found["mutual information"] = prediction.mutual_information()
-    found["functional variance"] = prediction.epistemic()
+    found["epistemic variance"] = prediction.epistemic_variance.mean(-1)
     for form in forms:
         parts = [predictor.novelty(batch, of=form) for batch in inputs.split(100)]
         found[f"novelty, {form}"] = torch.cat(parts)

@@ -474,7 +474,7 @@ def _through(model: nn.Module, posterior: uq.Posterior, head: str, kind: Kind) -
     options = {"n_samples": 2} if head == "sampling" else {"link": "probit"}
     predictor = uq.wrap(model, posterior, head, **options)
     prediction: Any = predictor(**kind.inputs) if isinstance(kind.inputs, dict) else predictor(kind.inputs)
-    assert bool(torch.isfinite(prediction.probs).all()) and bool((prediction.epistemic() > 0).any())
+    assert bool(torch.isfinite(prediction.probs).all()) and bool((prediction.epistemic_variance > 0).any())
     return "yes"
 
 

@@ -80,7 +80,7 @@ def noisy(inputs: Tensor, train: Tensor, deviations: float, seed: int) -> Tensor
 def foreign_scores(predictor: uq.Predictor, inputs: Tensor) -> dict[str, Tensor]:
     """Scores that are larger for foreign inputs."""
     prediction = predicted(predictor, inputs)
-    found = {"entropy": prediction.entropy(), "functional variance": prediction.epistemic()}
+    found = {"entropy": prediction.entropy(), "epistemic variance": prediction.scores()["epistemic_variance"]}
     if prediction.sample_entropy is not None:
         found["mutual information"] = prediction.mutual_information()
     return found | {"novelty": torch.cat([predictor.novelty(part) for part in inputs.split(100)])}
@@ -267,7 +267,9 @@ def values_row(values: Values, seed: int, choice: str) -> dict[str, Any]:
         else:
             prediction = predicted(predictor, part.inputs)
             scores = prediction_scores(prediction, part)
-            costs[f"deviation, {name}"] = float(prediction.epistemic().double().sqrt().mean())
+            costs[f"deviation, {name}"] = float(
+                prediction.scores()["epistemic_variance"].double().sqrt().mean()
+            )
         costs |= {f"{measure}, {name}": scores[measure] for measure in ("NLL", "coverage", "RMSE")}
     if choice != NETWORK:
         held, inside = values.inside.first(HELD_OUT), Labelled(*(part[HELD_OUT:] for part in values.inside))
@@ -376,7 +378,7 @@ def rows_of(rows: Rows, seeds: Sequence[int], names: Sequence[str] | None) -> It
 
 LOSSES = ("NLL", "ECE", "NLL, noise")
 SCORES = tuple(
-    f"AUROC, {name}" for name in ("entropy", "mutual information", "functional variance", "novelty")
+    f"AUROC, {name}" for name in ("entropy", "mutual information", "epistemic variance", "novelty")
 )
 FEW = tuple(f"{count} labels{what}" for count in LABELS for what in ("", ", worst"))
 OF_VALUES = tuple(

@@ -375,7 +375,7 @@ def test_layers_are_compared_on_networks_of_each_kind(tmp_path: Path) -> None:
         lines = {(line["networks"], line["choice"]): line for line in csv.DictReader(file)}
     every, last = lines["perceptrons", "all layers"], lines["perceptrons", "last layer"]
     assert every["AUROC, novelty"] == last["AUROC, novelty"]  # of the inputs of the last layer
-    assert float(every["AUROC, functional variance"]) > float(last["AUROC, functional variance"])
+    assert float(every["AUROC, epistemic variance"]) > float(last["AUROC, epistemic variance"])
     assert float(every["prediction, passes"]) > float(last["prediction, passes"])
     every, last = lines["tables", "all layers"], lines["tables", "last layer"]
     assert float(every["deviation, outside"]) > float(last["deviation, outside"])

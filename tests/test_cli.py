@@ -1025,7 +1025,7 @@ def test_a_regression_from_fit_to_intervals(place: Path, tmp_path: Path) -> None
     options = ["--head sampling --n-samples 5 --level 0.5"]
     run("predict", file, f"{code}:points", *line, "-o", out, *options)
     rows = table(out)
-    columns = "file mean standard_deviation epistemic_sd lower upper novelty flag reason tail"
+    columns = "file mean standard_deviation epistemic_variance lower upper novelty flag reason tail"
     assert list(rows[0]) == columns.split()
     assert [row["file"] for row in rows] == [str(i) for i in range(40)]
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(2))
@@ -1037,7 +1037,7 @@ def test_a_regression_from_fit_to_intervals(place: Path, tmp_path: Path) -> None
     variance = draws.var(0, ddof=1)
     deviation = np.sqrt(variance + float(posterior.noise_variance))
     assert column(rows, "mean") == pytest.approx(draws.mean(0), rel=1e-3, abs=1e-4)
-    assert column(rows, "epistemic_sd") == pytest.approx(np.sqrt(variance), rel=1e-3)
+    assert column(rows, "epistemic_variance") == pytest.approx(variance, rel=1e-3)
     assert column(rows, "standard_deviation") == pytest.approx(deviation, rel=1e-4)
     half = 0.6744897501960817 * deviation  # the upper quartile of a standard normal
     assert column(rows, "upper") - column(rows, "mean") == pytest.approx(half, rel=1e-3, abs=1e-4)

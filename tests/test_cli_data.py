@@ -646,7 +646,7 @@ def test_maps_of_values(city: Path, tmp_path: Path) -> None:
     )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    columns = "file mean standard_deviation epistemic_sd lower upper novelty largest_standard_deviation largest_novelty"
+    columns = "file mean standard_deviation epistemic_variance lower upper novelty largest_standard_deviation"
     assert " ".join(rows[0]).startswith(columns)
     name = rows[0]["file"].rpartition(".")[0] + ".npy"
     found = {kind: np.load(maps / kind / name) for kind in ("mean", "lower", "upper", "novelty")}

@@ -106,7 +106,7 @@ def test_every_head_serves_every_tower(method: str, towers: tuple[str, ...]) -> 
         options: dict[str, Any] = {"n_samples": 200, "seed": 0} if head == "sampling" else {}
         prediction = uq.wrap(zero_shot(), posterior, head, **options)(NEW)
         assert prediction.probs.shape == (4, 3) and bool((prediction.novelty() > 0).all())
-        variances[head] = prediction.epistemic().mean()
+        variances[head] = prediction.epistemic_variance.mean()
     assert 0.7 < variances["linearized"] / variances["sampling"] < 1.4
     # the numbers of an embedding count as independent there
     assert 0.7 < variances["moments"] / variances["sampling"] < 4

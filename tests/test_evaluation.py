@@ -316,7 +316,7 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
     assert {row[2] for row in rows if row[1] == "entropy"} == {"an error is likely"}
     of_errors = {"entropy", "mutual_information", "max_probability", "variation_ratio"}
     assert {row[1] for row in rows if row[0] == "INF"} == of_errors
-    assert {"novelty", "functional_variance"} < {*evaluation.selective["INF"]}  # which are not about errors
+    assert {"novelty", "epistemic_variance"} < {*evaluation.selective["INF"]}  # which are not about errors
     by_data = evaluation.referral_reasons()
     assert list(by_data) == ["test", "noise"] and evaluation.referral_reasons("network") == {}
     header, rows = evaluation.tables()["Referred by the held-out scores of the posterior"]

@@ -481,7 +481,17 @@ def test_promises_by_head(tmp_path: Path) -> None:
     model, x, targets, posterior = kept()
     posterior = uq.calibrate(posterior, [(x, targets)], share=None, progress=False)
     uq.save(posterior, tmp_path / "p.h5")
+
+
+    def with_former_names(state: dict[str, Any]) -> None:  # as it was written before
+        held = state["history"]["promises"]
+        for found in (held["inputs"], held["tails"]):
+            found["functional_variance"] = found.pop("epistemic_variance")
+
+    edit_state(tmp_path / "p.h5", with_former_names)
     read = uq.load(tmp_path / "p.h5", model, untrusted=True)
+    familiar = (uq.wrap(model, each)(x).familiarity("epistemic_variance") for each in (read, posterior))
+    assert torch.equal(*familiar)
     plain = uq.wrap(model, posterior.noted(promises=None))(x)
     rank = math.ceil((len(x) + 1) * 0.9) - 1
     distances = ((targets["value"] - plain.value.mean).abs() / plain.value.standard_deviation).sort(0).values

@@ -101,7 +101,7 @@ def test_main_job(name, tmp_path):
     assert torch.equal(first.probs, second.probs)
     assert torch.equal(first.logits_variance, second.logits_variance)
     assert torch.isfinite(first.probs).all()
-    assert (first.epistemic() > 0).all()
+    assert (first.epistemic_variance > 0).all()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 

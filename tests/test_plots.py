@@ -114,7 +114,7 @@ def map_of_two() -> Figure:
 
 def map_of_four() -> Figure:
     return plots.class_uncertainty_map(
-        linear(4), *points_of(4), resolution=30, score="functional_variance", log=True
+        linear(4), *points_of(4), resolution=30, score="epistemic_variance", log=True
     )
 
 
@@ -374,7 +374,7 @@ class TestMaps:
     def test_of_points_on_a_line_and_of_an_uncertainty_that_is_zero(self) -> None:
         flat = torch.tensor([[0.0, 3.0], [2.0, 3.0]])
         one = lambda x: ClassPrediction.from_logits(x[:, :1].unsqueeze(0), binary=True)  # noqa: E731
-        options = {"score": "functional_variance", "resolution": 5}
+        options = {"score": "epistemic_variance", "resolution": 5}
         figure = plots.class_uncertainty_map(one, flat, torch.tensor([0, 1]), **options)
         assert figure.axes[0].get_ylim() == pytest.approx((2.375, 3.625))
         assert float(np.max(figure.axes[1].images[0].get_array())) == 0

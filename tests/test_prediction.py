@@ -87,7 +87,7 @@ def test_classification_matches_the_definitions(
     _close(prediction.entropy(), expected["entropy"], tolerance)
     _close(prediction.expected_entropy(), expected["expected"], tolerance)
     _close(prediction.mutual_information(), expected["entropy"] - expected["expected"], tolerance)
-    _close(prediction.epistemic(), expected["variance"].mean(axis=1), tolerance)
+    _close(prediction.scores()["epistemic_variance"], expected["variance"].mean(axis=1), tolerance)
     _close(prediction.max_probability(), expected["probs"].max(axis=1), tolerance)
     assert prediction.probs_variance is not None and prediction.votes is not None
     _close(prediction.probs_variance, expected["spread"], tolerance)
@@ -115,7 +115,7 @@ def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> No
     _close(prediction.entropy(), expected["entropy"], 1e-12)
     _close(prediction.expected_entropy(), expected["expected"], 1e-12)
     _close(prediction.logits_mean, expected["mean"][:, 1:], 1e-12)
-    _close(prediction.epistemic(), expected["variance"][:, 1], 1e-12)
+    _close(prediction.epistemic_variance, expected["variance"][:, 1:], 1e-12)
     assert prediction.votes is not None and prediction.votes.tolist() == expected["votes"].tolist()
     _close(prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)), np.log(expected["probs"][:, 1]), 1e-12)
 
@@ -146,7 +146,8 @@ def test_probability_exactly_zero_gives_no_nan() -> None:
     assert prediction.probs[:, 1].eq(0).all()
     torch.testing.assert_close(prediction.entropy(), rest.entropy())
     torch.testing.assert_close(prediction.expected_entropy(), rest.expected_entropy())
-    torch.testing.assert_close(prediction.epistemic(), rest.epistemic() * 3 / 4)
+    of_rest = rest.scores()["epistemic_variance"]
+    torch.testing.assert_close(prediction.scores()["epistemic_variance"], of_rest * 3 / 4)
     assert prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)).eq(-math.inf).all()
 
 
@@ -218,13 +219,11 @@ def test_small_blocks_are_joined_up_to_a_size() -> None:
 def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
     probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     prediction = ClassPrediction(probs, torch.zeros(2, 1), torch.tensor([[2.0], [3.0]]))
-    assert prediction.epistemic().tolist() == [2.0, 3.0]
+    assert prediction.epistemic_variance.tolist() == [[2.0], [3.0]]
     _close(prediction.entropy(), np.array([_entropy([0.25, 0.75]), 0.0]), 1e-6)
     _close(prediction.log_prob(torch.tensor([0, 0])), np.array([math.log(0.25), 0.0]), 1e-6)
     assert prediction.top_k(1).standard_deviations is None
-    assert set(prediction.to_dict()) == {
-        *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic")
-    }
+    assert set(prediction.to_dict()) == {*("probs", "logits_mean", "logits_variance", "predicted", "entropy")}
 
 
 def test_what_cannot_be_computed_is_no_missing_value() -> None:
@@ -249,7 +248,7 @@ def test_cat_and_to_keep_everything() -> None:
     parts = [ClassPrediction.from_logits(logits[:, :2]), ClassPrediction.from_logits(logits[:, 2:])]
     joined = ClassPrediction.cat(parts).to("cpu").to_dict()
     assert set(joined) == {
-        *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic"),
+        *("probs", "logits_mean", "logits_variance", "predicted", "entropy"),
         *("expected_entropy", "mutual_information", "probs_variance", "votes", "variation_ratio"),
     }
     for name, tensor in whole.to_dict().items():
@@ -290,7 +289,7 @@ def test_regression_matches_the_definitions(flat: bool) -> None:
     _close(prediction.epistemic_variance, spread.reshape(shape), 1e-12)
     _close(prediction.variance, (spread + noises).reshape(shape), 1e-7)
     _close(prediction.standard_deviation, np.sqrt(spread + noises).reshape(shape), 1e-7)
-    _close(prediction.epistemic(), epistemic, 1e-12)
+    _close(prediction.scores()["epistemic_variance"], epistemic, 1e-12)
     _close(lower, low.reshape(shape), 1e-7)
     _close(upper, (2 * mean - low).reshape(shape), 1e-7)
     _close(prediction.quantile(0.8), quantile.reshape(shape), 1e-7)
@@ -361,16 +360,14 @@ def test_repr_is_short() -> None:
 
 
 OF_ALL = (
-    "answers cat entropy epistemic familiarity interval kind log_prob novelty outputs_mean picked promises quality "
-    "scores set to to_dict"
+    "answers cat entropy epistemic_variance familiarity interval kind log_prob novelty outputs_mean picked promises "
+    "quality scores set to to_dict"
 )
 OF_CLASSES = (
     "classes expected_entropy from_logits log_probs logits_mean logits_variance max_probability mutual_information "
     "predicted probs probs_variance sample_entropy top_k variation_ratio votes"
 )
-OF_VALUES = (
-    "classes epistemic_variance mean noise_variance normal quantile sample standard_deviation variance"
-)
+OF_VALUES = "classes mean noise_variance normal quantile sample standard_deviation variance"
 OF_HEADS = (
     "at device functional_covariance functional_mean functional_samples functional_variance head model novelty "
     "posterior predict predictive_samples promises to"
@@ -405,9 +402,6 @@ class Signs(Guess):
     @property
     def outputs_mean(self) -> torch.Tensor:
         return self.mean
-
-    def epistemic(self) -> torch.Tensor:
-        return torch.zeros_like(self.mean)
 
     def log_prob(self, targets: torch.Tensor) -> torch.Tensor:
         return -self.losses(targets)

@@ -60,7 +60,7 @@ def test_smoke(folder, tmp_path):
     rows += ["trained on", "trained on, temperature scaling", "deep ensemble of 2"]
     assert list(results) == ["plain", "temperature scaling", *rows]
     assert set(results["plain"]["AUROC"]) == {"entropy", "max_probability"}
-    scores = {"entropy", "mutual_information", "functional_variance", "novelty", "both"}
+    scores = {"entropy", "mutual_information", "epistemic_variance", "novelty", "both"}
     assert scores <= set(results["INF, last layer, defaults"]["AUROC"]) & set(
         results["INF, last layer, tuned"]["AUROC"]
     )

@@ -179,7 +179,7 @@ def test_main_job(name: str, layers: str, tmp_path: Path) -> None:
             for of, p in ((model, posterior), (seeded(kind.make), loaded))
         )
         torch.testing.assert_close(found.probs, again.probs)
-        assert torch.isfinite(found.probs).all() and bool((found.epistemic() > 0).all())
+        assert torch.isfinite(found.probs).all() and bool((found.epistemic_variance > 0).all())
         assert found.entropy().shape == labels.shape and bool((found.mutual_information() > -1e-6).all())
         assert bool(torch.isfinite(found.log_prob(labels)).all())
         if layers == "last" and head == "linearized":
@@ -260,7 +260,7 @@ def test_lora(name: str, method: str, tmp_path: Path) -> None:
         options = {"n_samples": 3} if head == "sampling" else {}
         found = uq.wrap(model, posterior, head, **options)(**inputs)
         torch.testing.assert_close(found.probs, uq.wrap(other, loaded, head, **options)(**inputs).probs)
-        assert found.entropy().shape == labels.shape and bool((found.epistemic() > 0).all())
+        assert found.entropy().shape == labels.shape and bool((found.epistemic_variance > 0).all())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == trained
 
@@ -347,7 +347,7 @@ def test_multiple_choice(layers: str, tmp_path: Path) -> None:
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", answers)
     prediction = uq.wrap(answers, loaded, "linearized")(**data[0][0])
-    assert prediction.probs.shape == (SAMPLES, 3) and bool((prediction.epistemic() > 0).all())
+    assert prediction.probs.shape == (SAMPLES, 3) and bool((prediction.epistemic_variance > 0).all())
     with torch.no_grad():
         torch.testing.assert_close(prediction.logits_mean, answers(**data[0][0]))
     own = {name: p for name, p in answers.named_parameters() if name in posterior.mean}

@@ -347,7 +347,7 @@ def group_panels(groups: Mapping[str, GroupedCoverage]) -> Figure:
 # Scores on familiar and on foreign inputs.
 
 
-_LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
+_LOGARITHMIC = ("epistemic_variance", "mutual_information")
 _LIKE_ANOTHER = ("max_probability", "variation_ratio", "standard_deviation")  # nearly the entropy's picture
 
 
@@ -761,7 +761,7 @@ _SCORE_LABELS = {
     "entropy": "entropy in nats",
     "mutual_information": "mutual information in nats",
     "max_probability": "1 − largest probability",
-    "functional_variance": "variance of the logits",
+    "epistemic_variance": "variance of the logits",
     "variation_ratio": "variation ratio",
 }
 _MAX_BATCH = 4096  # points of the plane
@@ -807,7 +807,7 @@ def class_uncertainty_map(
         x_train: (points, 2).
         y_train: (points,), integer labels.
         score: the name of a score of classes ("entropy", "mutual_information", "max_probability",
-            "functional_variance", "variation_ratio"), or a function from a prediction to (batch,), higher meaning more
+            "epistemic_variance", "variation_ratio"), or a function from a prediction to (batch,), higher meaning more
             uncertain, such as `ClassPrediction.expected_entropy`.
         resolution: points along either axis.
         margin: how far the map goes beyond the points, as a share of their range on either side.

@@ -17,8 +17,8 @@ Requests:
 An answer has, where the head and the posterior's file know them:
 
 * `prediction`, `index`, `top` (labels with probabilities), `entropy` and `mutual_information` in nats, `novelty`;
-* of values `mean`, `lower`, `upper`, `standard_deviation`, `epistemic_sd`, as lists where there are several outputs; of
-  several labels those with a probability of one half or more;
+* of values `mean`, `lower`, `upper`, `standard_deviation`, `epistemic_variance`, as lists where there are several
+  outputs; of several labels those with a probability of one half or more;
 * of pixels and tokens `shares` of each class, scores that are means over the positions that count, `set_size`, and up
   to 16,384 classes in all as nested lists `prediction` and `set`, whose sizes are `positions`; a position that does not
   count is null;

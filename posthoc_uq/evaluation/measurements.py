@@ -36,13 +36,13 @@ SCORE_MEANINGS = {
     "entropy": "How undecided the predicted probabilities are, in nats; 0 is certain.",
     "mutual_information": "The part of the entropy that comes from not knowing the weights, in nats.",
     "max_probability": "1 minus the largest probability.",
-    "functional_variance": "How far the outputs vary because the weights are not known. Of classifiers it also grows "
-    "with the size of the features, and may rank foreign inputs below familiar ones: compare it with novelty.",
+    "epistemic_variance": "How far the prediction varies because the weights are not known, mean over outputs: of "
+    "values the part of the variance that more data lower, of classes the variance of the logits. That also grows with "
+    "the size of the features, and may rank foreign inputs below familiar ones: compare it with novelty.",
     "variation_ratio": "The share of the drawn networks that vote for another class.",
     "novelty": "How unlike the training data an input is: the share of the prior's uncertainty that the data left "
     "there. Between 0 and 1; compare it with held-out inputs, not with a fixed number.",
     "standard_deviation": "How far the target may be from the prediction, noise included, in the target's units.",
-    "epistemic_variance": "The part of the variance that comes from not knowing the weights.",
 }
 
 SCORE_USES = {
@@ -50,7 +50,6 @@ SCORE_USES = {
     "max_probability": "an error is likely",
     "variation_ratio": "an error is likely",
     "mutual_information": "more labels would help",
-    "functional_variance": "the weights leave outputs open",
     "novelty": "an input is foreign, or data drift",
     "standard_deviation": "a large error is likely",
     "epistemic_variance": "more labels would help",
@@ -228,7 +227,7 @@ def _selection(
 
 
 def varies(*scores: Tensor) -> bool:
-    """Whether a score varies between inputs: a plain model's functional variance is 0 everywhere."""
+    """Whether a score varies between inputs: a plain model's epistemic variance is 0 everywhere."""
     joined = torch.cat(scores)
     return joined.numel() > 0 and bool((joined != joined[0]).any())
 
@@ -257,7 +256,7 @@ class Example:
 
 
 _MAX_CLASSES, _MAX_GROUPS = 10, 6  # in a table
-_OF_OTHERS = ("novelty", "functional_variance")
+_OF_OTHERS = ("novelty", "epistemic_variance")
 """Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
 LARGE_WHERE = "large where"
 ReportTable = tuple[list[str], list[list[Any]]]

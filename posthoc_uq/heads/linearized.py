@@ -393,7 +393,9 @@ class LinearizedPredictor(GaussianPredictor):
 
     @reading
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
+        """Variance over the weights of every raw output of the model, shaped like the outputs, under laplace-torch's
+        name. A prediction's `epistemic_variance` is that of what it predicts on average: of logits divided by the
+        temperature, of values in units of the target.
 
         Raises:
             NonFiniteError: it is not finite.

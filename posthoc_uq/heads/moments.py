@@ -421,7 +421,8 @@ class MomentsPredictor(GaussianPredictor):
 
     @reading
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The variance of the outputs, shaped like them; calibrated where there is a calibration for these settings.
+        """Variance over the weights of every raw output of the model, shaped like the outputs; calibrated where there
+        is a calibration for these settings.
 
         Raises:
             NonFiniteError: it is not finite.
@@ -429,7 +430,7 @@ class MomentsPredictor(GaussianPredictor):
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             variance = self._distribution(batch).variance
-        check_finite({"variance": variance}, "functional variance", self.head)
+        check_finite({"variance": variance}, "epistemic variance", self.head)
         return variance
 
     def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:

@@ -173,7 +173,6 @@ class LogitsPrediction(Prediction):
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {
         "predicted": (),
         "entropy": (),
-        "epistemic": (),
         "mutual_information": ("sample_entropy",),
     }
 
@@ -246,9 +245,12 @@ class LogitsPrediction(Prediction):
         """
         return (self.entropy() - self.expected_entropy()).clamp(min=0)
 
-    def epistemic(self) -> Tensor:
-        """(batch,): epistemic uncertainty, the mean over classes of the variance of the logits."""
-        return self.logits_variance.mean(dim=-1)
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Of the logits: their variance over the weights, `logits_variance`. Predictions of all kinds have this name
+        for the variance of their mean; the score is its mean over the logits.
+        """
+        return self.logits_variance
 
     def max_probability(self) -> Tensor:
         """(batch,): the probability of what is predicted, the usual confidence."""
@@ -339,7 +341,7 @@ class LogitsPrediction(Prediction):
             "entropy": ("probs", self.entropy),
             "mutual_information": ("sample_entropy", self.mutual_information),
             "max_probability": ("probs", lambda: 1 - self.max_probability()),
-            "functional_variance": ("probs", self.epistemic),
+            "epistemic_variance": ("probs", lambda: self.epistemic_variance.mean(dim=-1)),
             "novelty": ("novelty_ratio", self.novelty),
         }
 
@@ -365,7 +367,7 @@ class ClassPrediction(LogitsPrediction):
         probs: (batch, classes), the predictive probabilities: the mean over the weights of softmax(logits).
         logits_mean: (batch, classes), mean of the logits over the weights; (batch, 1) for a binary model,
             which has a single logit.
-        logits_variance: same shape, the functional variance of the logits.
+        logits_variance: same shape, their variance over the weights; also called `epistemic_variance`.
         sample_entropy: (batch,), mean over the weights of the entropy in nats, or None without draws.
         log_probs: (batch, classes), log of `probs`, where a head computes it more accurately than from float32
             probabilities (which underflow below 1e-45).

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import pairwise
 from math import ceil, floor, log
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
 
 import torch
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
@@ -24,7 +24,7 @@ from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
 from posthoc_uq.core.outputs import MAX_HEADS
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
-from posthoc_uq.likelihoods.selective import SCORES, Tail, binomial_p_value, joint_surprise
+from posthoc_uq.likelihoods.selective import FORMER_SCORES, SCORES, Tail, binomial_p_value, joint_surprise
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -449,6 +449,15 @@ class InputScores(Record):
 
     inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutScores], Field(max_length=8)]
     tails: Annotated[dict[Annotated[str, among(SCORES)], Tail], Field(max_length=8)]
+
+    @field_validator("inputs", "tails", "wrong", mode="before", check_fields=False)
+    @classmethod
+    def _take_former_names(cls, by_score: Any) -> Any:
+        """Files of earlier versions have other names for some scores."""
+        if not isinstance(by_score, dict):
+            return by_score
+        known = cast(dict[Any, Any], by_score)
+        return {FORMER_SCORES.get(name, name): values for name, values in known.items()}
 
     @model_validator(mode="after")
     def _check_tails(self) -> InputScores:

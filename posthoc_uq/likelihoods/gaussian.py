@@ -531,7 +531,7 @@ class RegressionPrediction(Prediction):
 
     Attributes:
         mean: (batch,) or (batch, outputs), as the model gave it.
-        epistemic_variance: same shape, in squared units of the output: variance over the weights.
+        epistemic_variance: same shape, in squared units of the output: variance of the mean over the weights.
         noise_variance: same shape once stored; a number, a tensor of shape (outputs,) or anything else that
             broadcasts to `mean` is accepted. Variance of the observation noise.
         novelty_ratio: (batch,), see `Prediction`.
@@ -602,10 +602,6 @@ class RegressionPrediction(Prediction):
     def standard_deviation(self) -> Tensor:
         """Shape of `mean`, in units of the output: square root of the total variance."""
         return self.variance.sqrt()
-
-    def epistemic(self) -> Tensor:
-        """(batch,): the mean over outputs of the epistemic variance."""
-        return by_input(self.epistemic_variance)
 
     def quantile(self, q: float) -> Tensor:
         """Shape of `mean`: the value below which an observation falls with probability `q`.
@@ -717,7 +713,10 @@ class RegressionPrediction(Prediction):
         """See `Prediction`: the scores of values."""
         novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
         deviation = by_input(self.standard_deviation)
-        return {"standard_deviation": deviation, "epistemic_variance": self.epistemic()} | novelty
+        return {
+            "standard_deviation": deviation,
+            "epistemic_variance": by_input(self.epistemic_variance),
+        } | novelty
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals; over all

@@ -28,7 +28,7 @@ from posthoc_uq.likelihoods.gaussian import Gaussian
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
 from posthoc_uq.likelihoods.mixture import mixture
-from posthoc_uq.likelihoods.prediction import Prediction, cat
+from posthoc_uq.likelihoods.prediction import Prediction, by_input, cat
 from posthoc_uq.likelihoods.registry import (
     likelihood_from_attributes,
     likelihood_to_attributes,
@@ -627,7 +627,7 @@ class JointPrediction(Prediction):
     """
 
     kind: ClassVar[str] = "heads"
-    default_score: ClassVar[str] = "functional_variance"
+    default_score: ClassVar[str] = "epistemic_variance"
     loss_name: ClassVar[str] = "NLL"
     _hidden: ClassVar[tuple[str, ...]] = ("batch_of", "likelihood", "parts", "split_targets")
 
@@ -729,10 +729,10 @@ class JointPrediction(Prediction):
         """(batch, numbers): the means of all heads' outputs, side by side."""
         return side_by_side([part.outputs_mean for part in self.parts.values()])
 
-    def epistemic(self) -> Tensor:
-        """(batch,): the mean over heads of their epistemic variances."""
-        of_heads = [part.epistemic() for part in self.parts.values()]
-        return torch.stack([each.reshape(len(each), -1).mean(1) for each in of_heads]).mean(0)
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """(batch, numbers): the epistemic variances of all heads, side by side."""
+        return side_by_side([part.epistemic_variance for part in self.parts.values()])
 
     def entropy(self) -> Tensor:
         """(batch,), in nats: the sum over the heads of logits."""
@@ -777,9 +777,12 @@ class JointPrediction(Prediction):
         return torch.stack([part.log_prob(own[name]) for name, part in self.parts.items()]).sum(0)
 
     def scores(self) -> dict[str, Tensor]:
-        """The mean over heads of the variance by the weights, and the novelty; a head's own are those of its part."""
+        """The mean over heads of each one's mean epistemic variance, and the novelty; a head's own scores are those of
+        its part.
+        """
         novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
-        return {"functional_variance": self.epistemic()} | novelty
+        of_heads = [by_input(part.epistemic_variance) for part in self.parts.values()]
+        return {"epistemic_variance": torch.stack(of_heads).mean(0)} | novelty
 
     def quality(self, targets: Any, bins: int = 15) -> dict[str, float]:
         own = self.split_targets(targets)

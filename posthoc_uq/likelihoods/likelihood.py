@@ -733,11 +733,10 @@ class DrawnPrediction(Prediction):
     Attributes:
         outputs: (batch, draws, ...), of the model under each draw.
         likelihood: of the targets given the outputs.
-        functional_mean: (batch, ...), mean of the outputs over the weights.
-        functional_variance: same shape, their variance.
+        functional_mean: (batch, ...), mean of the outputs over the weights, `outputs_mean`.
+        epistemic_variance: variance over the weights of the target's mean, in its shape and in squared units of the
+            target; where the likelihood has no ``mean``, of the outputs.
         mean: (batch, ...), of the target; None where the likelihood has no ``mean``.
-        epistemic_variance: same shape, variance over the weights of the target's mean, in squared units of the target;
-            None without ``mean``.
         noise_variance: same shape, mean over the weights of the target's own variance; None where the likelihood has
             no ``variance``. Its sum with `epistemic_variance` is the total (law of total variance).
         novelty_ratio: (batch,), see `Prediction`.
@@ -745,14 +744,14 @@ class DrawnPrediction(Prediction):
 
     kind: ClassVar[str] = "draws"
     _not_shown: ClassVar[tuple[str, ...]] = ("outputs",)
-    _computed: ClassVar[dict[str, tuple[str, ...]]] = {"variance": ("epistemic_variance", "noise_variance")}
+    _hidden: ClassVar[tuple[str, ...]] = ("functional_mean",)
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {"variance": ("noise_variance",)}
 
     outputs: Annotated[Tensor, "batch draws *outputs"]
     likelihood: Likelihood
     functional_mean: Annotated[Tensor, "batch *outputs"]
-    functional_variance: Annotated[Tensor, "batch *outputs"]
+    epistemic_variance: Annotated[Tensor, "batch *means"]
     mean: Annotated[Tensor | None, "batch *targets"] = None
-    epistemic_variance: Annotated[Tensor | None, "batch *targets"] = None
     noise_variance: Annotated[Tensor | None, "batch *targets"] = None
 
     @classmethod
@@ -771,12 +770,13 @@ class DrawnPrediction(Prediction):
         """
         outputs = at_least_float32(outputs)
         functional = moments_of([outputs]) if functional is None else functional
-        mean = epistemic = noise_variance = None
+        functional_mean, epistemic = functional
+        mean = noise_variance = None
         if likelihood.defines("mean"):
             mean, epistemic = moments_of([by_draw(likelihood.mean, outputs)])
             if likelihood.defines("variance"):
                 noise_variance = by_draw(likelihood.variance, outputs).mean(0)
-        parts = outputs.transpose(0, 1), likelihood, *functional, mean, epistemic, noise_variance
+        parts = outputs.transpose(0, 1), likelihood, functional_mean, epistemic, mean, noise_variance
         return cls(*parts, missing=likelihood.missing)
 
     def __repr__(self) -> str:
@@ -784,13 +784,13 @@ class DrawnPrediction(Prediction):
 
     @property
     def outputs_mean(self) -> Tensor:
-        """The functional mean."""
+        """The mean of the outputs over the weights."""
         return self.functional_mean
 
     @property
     def default_score(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The standard deviation where it is known, else the functional variance."""
-        return "functional_variance" if self.noise_variance is None else "standard_deviation"
+        """The standard deviation where it is known, else the epistemic variance."""
+        return "epistemic_variance" if self.noise_variance is None else "standard_deviation"
 
     @property
     def variance(self) -> Tensor:
@@ -799,7 +799,7 @@ class DrawnPrediction(Prediction):
         Raises:
             PosthocUQError: the likelihood has no ``mean`` or no ``variance``.
         """
-        if self.epistemic_variance is None or self.noise_variance is None:
+        if self.noise_variance is None:
             raise PosthocUQError(
                 f"Likelihood {self.likelihood.name!r} does not say what mean and variance the target has; give it the "
                 f"methods mean(outputs) and variance(outputs)."
@@ -810,11 +810,6 @@ class DrawnPrediction(Prediction):
     def standard_deviation(self) -> Tensor:
         """Shape of `mean`, in units of the target: square root of the total variance."""
         return self.variance.sqrt()
-
-    def epistemic(self) -> Tensor:
-        """(batch,): the epistemic variance where it is known, else the functional one, mean over outputs."""
-        variance = self.epistemic_variance
-        return by_input(self.functional_variance if variance is None else variance)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean over the draws of the likelihood of the targets.
@@ -973,13 +968,11 @@ class DrawnPrediction(Prediction):
         return TargetScores.of_values("cdf", (as_double(found) - 0.5).abs(), there)
 
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: the scores of values that are known, and the functional variance."""
+        """See `Prediction`: the scores of values that are known."""
         scores: dict[str, Tensor] = {}
         if self.noise_variance is not None:
             scores["standard_deviation"] = by_input(self.standard_deviation)
-        if self.epistemic_variance is not None:
-            scores["epistemic_variance"] = by_input(self.epistemic_variance)
-        scores["functional_variance"] = by_input(self.functional_variance)
+        scores["epistemic_variance"] = by_input(self.epistemic_variance)
         return scores | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
@@ -1036,17 +1029,19 @@ class DrawnPrediction(Prediction):
         """See `Prediction`: the draws of all networks, of which those with fewer have each of theirs several times."""
         common = math.lcm(*(p.outputs.shape[1] for p in predictions))
         draws = [p.outputs.repeat_interleave(common // p.outputs.shape[1], 1) for p in predictions]
-        functional = moments_of_mixture(
-            [p.functional_mean for p in predictions], [p.functional_variance for p in predictions]
+        means, variances = (
+            [p.functional_mean for p in predictions],
+            [p.epistemic_variance for p in predictions],
         )
-        mean = epistemic = noise = None
-        if predictions[0].mean is not None:
-            mean, epistemic = moments_of_mixture(
-                [p.mean for p in predictions], [p.epistemic_variance for p in predictions]
-            )
+        mean = noise = None
+        if predictions[0].mean is None:
+            functional_mean, epistemic = moments_of_mixture(means, variances)
+        else:
+            functional_mean = mean_of(means)
+            mean, epistemic = moments_of_mixture([p.mean for p in predictions], variances)
         if predictions[0].noise_variance is not None:
             noise = mean_of([p.noise_variance for p in predictions])
-        return cls(torch.cat(draws, 1), predictions[0].likelihood, *functional, mean, epistemic, noise)
+        return cls(torch.cat(draws, 1), predictions[0].likelihood, functional_mean, epistemic, mean, noise)
 
     def tensors(self) -> ValueTensors:
         """See `Prediction`.
@@ -1056,4 +1051,4 @@ class DrawnPrediction(Prediction):
         """
         variance = self.variance
         novelty = self._novelty_like(variance.reshape(variance.shape[0], -1)[:, 0])
-        return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance), novelty)
+        return ValueTensors(cast(Tensor, self.mean), variance, self.epistemic_variance, novelty)

@@ -71,10 +71,6 @@ class MapPrediction(AtPositions):
     epistemic_variance = _in_layout("epistemic_variance")
     noise_variance = _in_layout("noise_variance")
 
-    def epistemic(self) -> Tensor:
-        """(batch, *positions): the epistemic variance, mean over the values of a position."""
-        return self._map(self.rows.epistemic())
-
     def means_by_input(self, level: float) -> dict[str, Tensor]:
         """(batch, channels): what `value_columns` has, as means over an input's positions that count."""
         found, counting = self.value_columns(level), self.counting
@@ -276,6 +272,7 @@ class LabelMapPrediction(AtPositions):
     probs = _in_layout("probs")
     logits_mean = _in_layout("logits_mean")
     logits_variance = _in_layout("logits_variance")
+    epistemic_variance = _in_layout("epistemic_variance")
 
     @property
     def categories(self) -> int:
@@ -326,10 +323,6 @@ class LabelMapPrediction(AtPositions):
     def max_probability(self) -> Tensor:
         """(batch, *positions): the probability that all decisions of `predicted` at a position are right."""
         return self._map(self.rows.max_probability())
-
-    def epistemic(self) -> Tensor:
-        """(batch, *positions): the variance of the logits over the weights, mean over labels."""
-        return self._map(self.rows.epistemic())
 
     @without_by_class
     def set(self, level: float = 0.9, *, allow_empty: bool = False, by: By = "position") -> Tensor:

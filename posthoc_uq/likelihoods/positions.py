@@ -339,12 +339,16 @@ class PositionPrediction(AtPositions):
         """In the layout of the outputs: the variance of the logits over the weights."""
         return self.whole(self.rows.logits_variance)
 
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """The `logits_variance`; see `ClassPrediction`."""
+        return self.logits_variance
+
     # each (batch, *positions); see `ClassPrediction`
     entropy = _by_position(ClassPrediction.entropy)
     expected_entropy = _by_position(ClassPrediction.expected_entropy)
     mutual_information = _by_position(ClassPrediction.mutual_information)
     variation_ratio = _by_position(ClassPrediction.variation_ratio)
-    epistemic = _by_position(ClassPrediction.epistemic)
     max_probability = _by_position(ClassPrediction.max_probability)
     predicted = _by_position(ClassPrediction.predicted)
 

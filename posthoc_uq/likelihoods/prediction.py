@@ -368,8 +368,9 @@ class Prediction(ABC):
 
         Of one class an input ``prediction``, its ``index``, and ``top``, the most probable ones with their
         probabilities; of several labels those with a probability of at least one half; of positions ``shares`` of
-        classes; of values, as far as they are known, ``mean``, ``standard_deviation``, ``epistemic_sd``, and ``lower``
-        and ``upper`` of the level. Where the posterior has held-out scores, classes and labels have a ``set``.
+        classes; of values, as far as they are known, ``mean``, ``standard_deviation``, ``epistemic_variance``, and
+        ``lower`` and ``upper`` of the level. Where the posterior has held-out scores, classes and labels have a
+        ``set``.
 
         Args:
             top_k: classes to name, the most probable or the most frequent.
@@ -386,10 +387,8 @@ class Prediction(ABC):
     def value_columns(self, level: float) -> dict[str, Tensor]:
         """What is known of predicted values by the name of its column, shaped like the target; see `answers`."""
         values, columns = cast(Any, self), dict[str, Tensor | None]()
-        for name in ("mean", "standard_deviation"):
+        for name in ("mean", "standard_deviation", "epistemic_variance"):
             columns[name] = getattr(values, name, None)
-        if (variance := getattr(values, "epistemic_variance", None)) is not None:
-            columns["epistemic_sd"] = variance.sqrt()
         if hasattr(values, "interval"):
             columns["lower"], columns["upper"] = values.interval(level)
         return {name: column for name, column in columns.items() if column is not None}
@@ -398,10 +397,6 @@ class Prediction(ABC):
     @abstractmethod
     def outputs_mean(self) -> Tensor:
         """(batch, ...), mean of the model's outputs over the weights, in the units and the shape of the outputs."""
-
-    @abstractmethod
-    def epistemic(self) -> Tensor:
-        """(batch,): the epistemic uncertainty, a variance over the weights; the mean over outputs."""
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:

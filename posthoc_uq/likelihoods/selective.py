@@ -135,17 +135,20 @@ CLASS_SCORES = (
     "entropy",
     "mutual_information",
     "max_probability",
-    "functional_variance",
+    "epistemic_variance",
     "variation_ratio",
     "novelty",
 )
 VALUE_SCORES = ("standard_deviation", "epistemic_variance", "novelty")
 SCORES = tuple(dict.fromkeys((*CLASS_SCORES, *VALUE_SCORES)))
-"""Every score. Of classes: the entropy of the mean probabilities, mutual information (both in nats), 1 - the largest
-probability, the mean over classes of the logits' variance, the share of draws that vote otherwise. Of values: the
-total standard deviation (mean over outputs, in the outputs' units) and the variance that the weights contribute. Of
-both: the novelty, the share of the prior's uncertainty that the data left (`Predictor.novelty`). Of a likelihood of
-the user's: those of values, and the mean over outputs of the outputs' variance (``"functional_variance"``)."""
+"""Every score. Of all kinds: the epistemic variance, the mean over outputs of the variance over the weights of what is
+predicted on average (of classes the logits), and the novelty, the share of the prior's uncertainty that the data left
+(`Predictor.novelty`). Of classes: the entropy of the mean probabilities, mutual information (both in nats), 1 - the
+largest probability, the share of draws that vote otherwise. Of values: the total standard deviation, mean over outputs,
+in the outputs' units."""
+
+FORMER_SCORES = {"functional_variance": "epistemic_variance"}
+"""Names that files of earlier versions have for scores."""
 
 QUANTILES = 200
 """The number of points of a tail that are kept at most."""

@@ -57,7 +57,7 @@ ORDER = (
     *("latent binary", "UTVI", "deep ensemble"),
 )
 """Beginnings of the rows' names, as they stand in the table."""
-SCORES = ("entropy", "mutual_information", "functional_variance", "novelty", "both")
+SCORES = ("entropy", "mutual_information", "epistemic_variance", "novelty", "both")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -95,7 +95,7 @@ def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             means = [f"{float(found['entropy'][data].mean()):.3f}" for data in (FAMILIAR, name)]
             auroc = [
                 f"{scores[s]['AUROC']:.4f}" if s in scores else "-"
-                for s in ("entropy", "mutual_information", "functional_variance")
+                for s in ("entropy", "mutual_information", "epistemic_variance")
             ]
             cells.append([METHODS.get(row, row), *means, *auroc])
         header = [
@@ -104,7 +104,7 @@ def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             f"mean entropy, {name}",
             "AUROC, entropy",
             "AUROC, mutual information",
-            "AUROC, functional variance",
+            "AUROC, epistemic variance",
         ]
         count = first["measures"]["inputs"][name]
         tables.append(f"{count} foreign images, {name}:\n\n" + markdown([header, *cells]))

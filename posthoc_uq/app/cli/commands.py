@@ -587,9 +587,9 @@ def predict(
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
     head does not know it), set, the classes that hold the right one with the probability --level. Of values: file,
-    mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file, label_1, share_1, ... of the classes that
-    cover most of the image, means of the scores over its pixels, the largest of each; of values at pixels means over
-    these; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
+    mean, standard_deviation, epistemic_variance, lower, upper. Of pixels: file, label_1, share_1, ... of the classes
+    that cover most of the image, means of the scores over its pixels, the largest of each; of values at pixels means
+    over these; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
     reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by the
     held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
 

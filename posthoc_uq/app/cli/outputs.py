@@ -309,7 +309,7 @@ def _numbers(values: Iterable[float]) -> list[str]:
 
 _CLASS = "class"
 _SCORES = ("entropy", "mutual_information", "novelty")
-_VALUES = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper", "probability", "novelty")
+_VALUES = ("mean", "standard_deviation", "epistemic_variance", "lower", "upper", "probability", "novelty")
 _FULL = 65535  # the largest value of 16 bits
 _CLASSES = 256  # that 8 bits hold
 
