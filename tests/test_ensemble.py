@@ -232,11 +232,10 @@ def test_every_likelihood(likelihood: str) -> None:
         expected = torch.stack([part.log_prob(targets) for part in parts]).logsumexp(0) - math.log(3)
     close(found.log_prob(targets), expected)
     close(found.outputs_mean, sum(part.outputs_mean for part in parts) / 3)
-    known = getattr(parts[0], "epistemic_variance", None)
-    if known is not None:
-        means = np.stack([part.mean.numpy() for part in parts])
-        within = np.stack([part.epistemic_variance.numpy() for part in parts])
-        close(found.epistemic_variance, within.mean(0) + means.var(0))
+    of_logits = hasattr(parts[0], "logits_mean")
+    means = np.stack([(part.logits_mean if of_logits else part.mean).numpy() for part in parts])
+    within = np.stack([part.epistemic_variance.numpy() for part in parts])
+    close(found.epistemic_variance, within.mean(0) + means.var(0))
     apart = type(found).cat([predictor(NEW[:3]), predictor(NEW[3:])])
     scores = found.scores()
     assert scores.keys() == apart.scores().keys() and "novelty" in scores
