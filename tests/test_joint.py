@@ -482,7 +482,6 @@ def test_promises_by_head(tmp_path: Path) -> None:
     posterior = uq.calibrate(posterior, [(x, targets)], share=None, progress=False)
     uq.save(posterior, tmp_path / "p.h5")
 
-
     def with_former_names(state: dict[str, Any]) -> None:  # as it was written before
         held = state["history"]["promises"]
         for found in (held["inputs"], held["tails"]):

@@ -430,7 +430,7 @@ class MomentsPredictor(GaussianPredictor):
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             variance = self._distribution(batch).variance
-        check_finite({"variance": variance}, "epistemic variance", self.head)
+        check_finite({"variance": variance}, "functional variance", self.head)
         return variance
 
     def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
