@@ -728,7 +728,7 @@ def test_the_scale_of_the_moments_head_is_fitted_anew() -> None:
         found = uq.calibrate(scaled, labelled, progress=False)
         predictor = uq.wrap(model, found)
     assert found.history.calibration is not None and found.history.calibration.n_mc == 20
-    assert predictor.calibration is not None and not isinstance(predictor.promises, str)
+    assert predictor.scale_correction is not None and not isinstance(predictor.promises, str)
     assert 0 < float(predictor(x).set(0.8).sum(1).double().mean()) <= 2
 
 

@@ -241,13 +241,8 @@ def test_words_become_values() -> None:
     assert trained_ == uq.FunctionSpace(train_mean=False, clip=None, function_noise=1e-3)
     call = parsed("fit", "x", "-o", "y", "--likelihood ordinal --thresholds -1,0.5,2")
     assert call["likelihood"].options == {"thresholds": [-1.0, 0.5, 2.0]}
-    call = parsed("tune", "f", "--no-temperature --no-search --noise true --parameters none")
-    assert (call["temperature"], call["search"], call["noise"], call["parameters"]) == (
-        False,
-        False,
-        True,
-        ["none"],
-    )
+    call = parsed("tune", "f", "--no-temperature --noise true --parameters none")
+    assert (call["temperature"], call["noise"], call["parameters"]) == (False, True, ["none"])
     call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.n-samples 9")
     assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "n_samples": 9})
 
@@ -283,8 +278,7 @@ def test_words_become_values() -> None:
         ("fit x -o y --mean a,b", "--mean: "),
         ("fit x -o y --val-split train", "--val_split is a part of --val_data"),
         ("fit x -o y", "--model must be given"),
-        ("tune m --calibrate", "need held-out data"),
-        ("tune m --no-search", "leaves nothing to do"),
+        ("tune m --temperature", "needs held-out data"),
         (
             "predict m x -o y --referral-rate 1",
             "--referral_rate must be a finite number > 0 and < 1 or None, not 1",
@@ -845,13 +839,6 @@ class TestTune:
             assert "data need labels" in said and said.count("\n") == 1
         assert copied.read_bytes() == before
 
-    def test_the_moments_head_is_calibrated(self, place: Path, copied: Path) -> None:
-        options = ["--data", place / "train", "--no-search --calibrate"]
-        assert "give --head moments too" in failure("tune", copied, *model_options(place), *options)
-        run("tune", copied, *model_options(place), *options, "--head moments")
-        found = uq.wrap(trained(place), uq.load(copied, trained(place)), head="moments")
-        assert found.calibration is not None and found.calibration.n_mc == 64
-
     def test_promises_that_a_search_makes_void_are_said(self, place: Path) -> None:
         fit(place, "half.h5", "--save-dtype bfloat16")
         file = place / "half.h5"
@@ -1202,7 +1189,7 @@ def main_error(words: list[Any]) -> str:
 def test_what_would_fail_at_the_end_fails_before_the_work(
     place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held-out and foreign data that do not fit, and a head that cannot be calibrated."""
+    """Held-out and foreign data that do not fit."""
     code = copied.with_name("held.py")
     code.write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
@@ -1219,8 +1206,6 @@ def test_what_would_fail_at_the_end_fails_before_the_work(
         "bare": "no labels",
     }.items():
         assert said in failure("fit", place / "train", *options, "--val-data", f"{code}:{name}")
-    tune = ["tune", copied, *model_options(place), "--data", place / "val", "--head sampling --calibrate"]
-    assert "--calibrate is for the moments head" in failure(*tune)
     monkeypatch.setattr(uq, "evaluate", lambda *_, **__: pytest.fail("the test data were run"))
     evaluate = ["evaluate", copied, place / "val", *model_options(place), "--ood", f"far={code}:shapes"]
     assert f"--ood far: '{code}:shapes' does not fit the model" in failure(*evaluate)

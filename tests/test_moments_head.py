@@ -390,8 +390,8 @@ def test_calibration_mends_the_scale_and_travels_with_the_posterior(tmp_path: Pa
     x = torch.randn(200, 20)
     raw = predictor.functional_variance(x[:5])
     scaled = predictor.fit_scale([x[:100], x[100:]], n_mc=200, progress=False)
-    found = scaled.calibration
-    assert found is not None and predictor.calibration is None and not own.history.calibration
+    found = scaled.scale_correction
+    assert found is not None and predictor.scale_correction is None and not own.history.calibration
     assert found.alpha > 0.1 and found.residual < 0.5 * found.before
     torch.testing.assert_close(scaled.functional_variance(x[:5]), found.apply(raw))
     assert "error left" in repr(scaled)
@@ -399,12 +399,12 @@ def test_calibration_mends_the_scale_and_travels_with_the_posterior(tmp_path: Pa
     again = uq.load(tmp_path / "p.h5", net)
     kept = uq.wrap(net, again, head="moments")
     torch.testing.assert_close(kept.functional_variance(x[:5]), found.apply(raw))  # type: ignore[operator]
-    assert uq.wrap(net, again, head="moments", relu="exact").calibration is None
+    assert uq.wrap(net, again, head="moments", relu="exact").scale_correction is None
     assert "error left" in str(again.report())
     again = again.with_settings(prior_precision=3000.0)
     with pytest.warns(UserWarning, match="Fit it again"):
-        assert uq.wrap(net, again, head="moments").calibration is None
-    sloped = predictor.fit_scale([x], n_mc=200, slope=True, progress=False).calibration
+        assert uq.wrap(net, again, head="moments").scale_correction is None
+    sloped = predictor.fit_scale([x], n_mc=200, slope=True, progress=False).scale_correction
     assert sloped is not None and sloped.beta != 1.0 and sloped.residual < 0.6 * sloped.before
 
 
@@ -540,7 +540,7 @@ def test_a_predictor_of_other_settings() -> None:
     assert (after < before).all() and torch.equal(predictor.functional_variance(x), before)
     torch.testing.assert_close(after, MomentsPredictor(net, own).functional_variance(x))
     scaled = other.fit_scale([x], n_mc=50, progress=False)
-    found = scaled.calibration
+    found = scaled.scale_correction
     assert found is not None
     torch.testing.assert_close(scaled.functional_variance(x), found.apply(after))
 
@@ -558,7 +558,7 @@ def test_calibration_of_outputs_without_a_dimension() -> None:
     own = uq.fit(
         net, [(x, x[:, 0])], likelihood="regression", noise_variance=0.1, prior_precision=5.0, progress=False
     )
-    found = uq.wrap(net, own, head="moments").fit_scale([x], n_mc=400, progress=False).calibration
+    found = uq.wrap(net, own, head="moments").fit_scale([x], n_mc=400, progress=False).scale_correction
     assert found is not None and found.residual < 0.1 and abs(found.alpha) < 0.1
 
 
@@ -571,7 +571,7 @@ def test_padding_does_not_move_the_calibration() -> None:
     predictor = uq.wrap(net, own, head="moments")
 
     def fitted_scale(batch: Any) -> Any:
-        return predictor.fit_scale([batch], n_mc=20, progress=False).calibration
+        return predictor.fit_scale([batch], n_mc=20, progress=False).scale_correction
 
     found = fitted_scale((x, y))
     longer = torch.cat([x, torch.full((12, 5, 3), 30.0)], 1), torch.cat([y, torch.full((12, 5), -100)], 1)

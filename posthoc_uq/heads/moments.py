@@ -330,7 +330,7 @@ class MomentsPredictor(GaussianPredictor):
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        calibration = self.calibration
+        calibration = self.scale_correction
         calibrated = [] if calibration is None else [calibration.alpha, calibration.beta]
         return {**super().identity(), **self.settings(), "calibrated": calibrated}
 
@@ -339,7 +339,7 @@ class MomentsPredictor(GaussianPredictor):
         return {"weights": self._weights, **asdict(self._rules)}
 
     @property
-    def calibration(self) -> ScaleCorrection | None:
+    def scale_correction(self) -> ScaleCorrection | None:
         """How the variance is corrected, or None."""
         return self._calibration
 
@@ -493,7 +493,8 @@ class MomentsPredictor(GaussianPredictor):
 
         Fits ``log sd_MC = alpha + log sd`` (median; with `slope` ``alpha + beta log sd``) on every other input, and
         measures the remaining error on the others; of outputs with positions by those that labels and the attention
-        mask leave in. `calibration` says what was found; the new predictor's `posterior` keeps it, and is what to save.
+        mask leave in. `scale_correction` says what was found; the new predictor's `posterior` keeps it, and is what to
+        save.
 
         Args:
             loader: of inputs, such as held-out data; its first `samples` are used.

@@ -72,7 +72,6 @@ from posthoc_uq.fitting.class_scaling import Scaling
 from posthoc_uq.fitting.fit import has_option
 from posthoc_uq.fitting.rare_classes import RARE_CLASSES
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
-from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.proof import LAYER_WORDS
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
@@ -328,8 +327,6 @@ def tune(
     search_draws: Count = 30,
     max_evaluations: Count = 12,
     seed: int = 0,
-    search: bool = True,
-    calibrate: bool = False,
 ) -> Done:
     """Choose the hyperparameters of the posterior in FILE, and rewrite it.
 
@@ -344,7 +341,6 @@ def tune(
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
       posthoc-uq tune model.h5 --model nets.py:mlp --weights w.pt --data houses.csv --criterion leave_one_out
-      posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --head moments --no-search --calibrate
 
     Args:
         data: held-out data with labels; without, the evidence decides.
@@ -365,84 +361,72 @@ def tune(
         initialisations: untrained networks to average, of leave_one_out.
         search_draws: weight draws of an evaluation, with the sampling head.
         max_evaluations: evaluations of each hyperparameter other than the prior precision.
-        search: no-search leaves the hyperparameters as they are.
-        calibrate: mend the scale of the moments head by Monte Carlo.
     """
-    if not search and not calibrate:
-        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
-    if not search and (criterion is not None or divergence is not None):
-        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
     if criterion != "leave_one_out" and (initial is not None or initialisations != 3):
         raise WrongUsage("--initial and --initialisations are of --criterion leave_one_out.")
     if criterion == "leave_one_out" and (head.name or head.options):
         raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
-    if data is None and (calibrate or temperature):
-        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
+    if data is None and temperature:
+        raise WrongUsage("--temperature needs held-out data: --data DATA.")
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     of_criterion = CRITERIA[criterion]
-    if search and data is None and of_criterion.data:
+    if data is None and of_criterion.data:
         raise WrongUsage(f"--criterion {criterion} needs {of_criterion.data}: --data DATA.")
-    if search and data is not None and not (of_criterion.data or calibrate):
+    if data is not None and not of_criterion.data:
         raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
     if divergence is not None and not of_criterion.by_predictions:
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
-    labels = search and of_criterion.labels
     with changing(file, output) as rewrite:
         model, posterior = opened(file, source)
         name, options = _head(posterior, head, seed)
-        if calibrate and name != "moments":  # before the search
-            raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
         loaded = None
         if data is not None:
+            labels = of_criterion.labels
             needs = f"tuning by {criterion}" if labels else None
             info, split = dataset_info(posterior), "train" if criterion == "leave_one_out" else "val"
             loaded = load_data(data, model, reading, info, labels=labels, split=split, needs=needs)
         named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
         facts: dict[str, Any] = dict.fromkeys(named)
-        if search:
-            through: dict[str, Any] = {
-                key: value for key, value in options.items() if key not in ("seed", "n_samples")
-            }
-            through |= {"n_samples": search_draws} if name == "sampling" else {}
-            of_criterion_alone: dict[str, Any] = {}
-            if of_criterion.by_predictions:
-                of_criterion_alone = {"head": name, **through}
-            if criterion == "leave_one_out":
-                start = None if initial is None else with_weights(model.model, initial)
-                of_criterion_alone = {"initial": start, "initialisations": initialisations}
-            posterior = uq.tune(
-                posterior,
-                loaded.loader if loaded is not None and of_criterion.data else None,
-                criterion=criterion,
-                divergence=divergence,
-                temperature=temperature,
-                scaling=scaling,
-                per_layer=per_layer,
-                noise=noise,
-                parameters=None if parameters is None else tuple(one for one in parameters if one != "none"),
-                max_evaluations=max_evaluations,
-                seed=seed,
-                progress=_progress(console),
-                **of_criterion_alone,
-            )
-            trials, facts["criterion"] = posterior.history.trials, criterion
-            if trials is not None:
-                facts |= {"given up": trials.nll_given_up_for_width, "model alone": trials.model_alone}
-            if criterion == "likelihood" and trials is not None and trials.chosen is not None:
-                facts["validation NLL"] = trials.chosen.objective
-            if criterion == "faithful":
-                faithful = posterior.history.faithful
-                assert faithful is not None
-                facts |= {"divergence": faithful.divergence, "budget": faithful.budget}
-            if of_criterion.by_predictions and "n_samples" in options:
-                # the draws of predictions, not of the search
-                record = posterior.history.head
-                assert record is not None  # of a search through a head
-                drawn = record.options | {"n_samples": options["n_samples"]}
-                posterior = posterior.noted(head={"options": drawn})
-        if loaded is not None and calibrate:
-            predictor = cast(MomentsPredictor, _predictor(model, posterior, head, seed))
-            posterior = predictor.fit_scale(loaded.loader, progress=_progress(console)).posterior
+        through: dict[str, Any] = {
+            key: value for key, value in options.items() if key not in ("seed", "n_samples")
+        }
+        through |= {"n_samples": search_draws} if name == "sampling" else {}
+        of_criterion_alone: dict[str, Any] = {}
+        if of_criterion.by_predictions:
+            of_criterion_alone = {"head": name, **through}
+        if criterion == "leave_one_out":
+            start = None if initial is None else with_weights(model.model, initial)
+            of_criterion_alone = {"initial": start, "initialisations": initialisations}
+        posterior = uq.tune(
+            posterior,
+            None if loaded is None else loaded.loader,
+            criterion=criterion,
+            divergence=divergence,
+            temperature=temperature,
+            scaling=scaling,
+            per_layer=per_layer,
+            noise=noise,
+            parameters=None if parameters is None else tuple(one for one in parameters if one != "none"),
+            max_evaluations=max_evaluations,
+            seed=seed,
+            progress=_progress(console),
+            **of_criterion_alone,
+        )
+        trials, facts["criterion"] = posterior.history.trials, criterion
+        if trials is not None:
+            facts |= {"given up": trials.nll_given_up_for_width, "model alone": trials.model_alone}
+        if criterion == "likelihood" and trials is not None and trials.chosen is not None:
+            facts["validation NLL"] = trials.chosen.objective
+        if criterion == "faithful":
+            faithful = posterior.history.faithful
+            assert faithful is not None
+            facts |= {"divergence": faithful.divergence, "budget": faithful.budget}
+        if of_criterion.by_predictions and "n_samples" in options:
+            # the draws of predictions, not of the search
+            record = posterior.history.head
+            assert record is not None  # of a search through a head
+            drawn = record.options | {"n_samples": options["n_samples"]}
+            posterior = posterior.noted(head={"options": drawn})
         rewrite(posterior, source, stored_dtype(file))
     prior = posterior.prior_precision
     facts = {
