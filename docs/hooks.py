@@ -2,7 +2,7 @@
 
 The documents are read in the repository, too, where links are relative to the file. In the site a link to a page goes
 to the page; one to any other file of the repository becomes its name. Formulas become MathML, which browsers show
-without a script.
+without a script. A block of code that all others of a page need (its fence says ``python fixture``) is folded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 }
 """Documents outside of docs/ to their place in the site."""
 
+_FENCE = re.compile(r"^(?P<indent> *)```python (?P<mark>\w+)\n(?P<code>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+"""Code with a word for the tests: `fixture` stands before all other blocks, others say what a block needs."""
+_FOLDED = "Model and data of the examples on this page"
 _LINK = re.compile(r"(?<!`)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -53,9 +56,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text
         return f"[{text}]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{mark}{anchor})"
 
+    def unmarked(match: re.Match[str]) -> str:
+        indent = match["indent"]
+        lines = [f"{indent}```python", *match["code"].splitlines(), f"{indent}```"]
+        if match["mark"] == "fixture":
+            lines = [f'{indent}??? example "{_FOLDED}"', "", *(f"    {line}" for line in lines)]
+        return "\n".join(lines)
+
+    markdown = _FENCE.sub(unmarked, markdown)
     return "".join(
         part if index % 2 else _LINK.sub(turned, part)
-        for index, part in enumerate(re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL))
+        for index, part in enumerate(re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL))
     )
 
 
