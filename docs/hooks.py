@@ -66,7 +66,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = _FENCE.sub(unmarked, markdown)
     return "".join(
         part if index % 2 else _LINK.sub(turned, part)
-        for index, part in enumerate(re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL))
+        for index, part in enumerate(
+            re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+        )
     )
 
 
