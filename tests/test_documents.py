@@ -31,7 +31,7 @@ ELSEWHERE = {
 """Pages whose code other tests run: they check what it gives, too."""
 
 
-LARGE = ("docs/guides/images.md", "docs/guides/int8.md", "docs/methods/likelihoods.md")
+LARGE = ("docs/guides/int8.md", "docs/methods/likelihoods.md")
 """Pages whose code builds large networks, or a program."""
 
 
@@ -123,7 +123,6 @@ SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
     },
     "docs/methods/novelty.md": {"held_out": lambda held_out: held_out.novelty().shape == (20,)},
     "docs/guides/int8.md": {"largest": lambda change: 0 < change < 0.015},
-    "docs/guides/images.md": {"everything": lambda everything: everything.probs.shape == (24, 2)},
 }
 """What some of the names that a page leaves must be."""
 
