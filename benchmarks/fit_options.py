@@ -69,7 +69,7 @@ def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[st
 
     def quality(prediction: Any, ending: str) -> dict[str, float]:
         found = prediction.quality(y)
-        return {f"NLL{ending}": found["NLL"], f"ECE{ending}": found["ECE"]}
+        return {f"NLL{ending}": found["nll"], f"ECE{ending}": found["ece"]}
 
     covered = sum(value.numel() for value in posterior.mean.values())
     familiar = predicted(x)

@@ -312,7 +312,7 @@ def test_several_values_are_promised_jointly(likelihood: str) -> None:
     if likelihood == "regression":  # counts are whole, so that their intervals hold more
         assert float(together) < 0.9 + band + 0.0034
         found = uq.evaluate(predictor, _batches(x[900:], y[900:]), progress=False).promised["linearized"]
-        assert found["observed coverage of 90 %"] == pytest.approx(float(together))
+        assert found["observed_coverage_90"] == pytest.approx(float(together))
     with pytest.raises(uq.PosthocUQError, match="no sets of classes"):
         predictor(x[:2]).set(0.9)
 
@@ -611,9 +611,9 @@ def test_sets_of_positions_by_image(class_dim: int, tmp_path: Path) -> None:
     assert torch.equal(again.set(0.9), new.set(0.9))
     found = uq.evaluate(predictor, _batches(inputs[320:], y[320:]), progress=False)
     (measured,) = found.promised.values()
-    assert abs(measured["observed coverage of 90 %"] - 0.9) < _band(0.9, 299, 900) + 1 / 300
+    assert abs(measured["observed_coverage_90"] - 0.9) < _band(0.9, 299, 900) + 1 / 300
     of_image = (sizes * (y[320:] >= 0)).flatten(1).sum(1) / (y[320:] >= 0).flatten(1).sum(1)
-    assert measured["set size of 90 %"] == pytest.approx(float(of_image.double().mean()), rel=1e-6)
+    assert measured["set_size_90"] == pytest.approx(float(of_image.double().mean()), rel=1e-6)
     assert not any(found.promised_by_class.values()) and "Coverage of promises" in found.figures()
     with pytest.raises(uq.PosthocUQError, match="Sets of positions are by 'lac'"):
         uq.calibrate(posterior, [(inputs[20:320], y[20:320])], sets="aps", **FAST)

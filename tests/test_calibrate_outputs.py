@@ -238,7 +238,7 @@ def test_it_is_saved_loaded_and_evaluated(case: str, tmp_path: Path) -> None:
     found = uq.evaluate(calibrated, [(inputs, targets)], progress=False)
     prediction = calibrated(*arrays)
     covered = prediction.coverage(prediction.fitting(targets), 0.9).covered.mean()
-    assert found.promised["outputs"]["observed coverage of 90 %"] == pytest.approx(float(covered))
+    assert found.promised["outputs"]["observed_coverage_90"] == pytest.approx(float(covered))
     assert float(covered) == pytest.approx(0.9, abs=0.06)
     assert bool(uq.Referral(rate=0.1)(prediction).any())
     joined = calibrated.predict([(inputs, targets)], progress=False)

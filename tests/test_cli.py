@@ -1050,12 +1050,12 @@ class TestEvaluate:
             plain = trained(place)(x).double()
         alone = said["quality"]["model alone"]
         assert alone["accuracy"] == pytest.approx(float((plain.argmax(1) == y).double().mean()))
-        assert alone["NLL"] == pytest.approx(float(nn.functional.cross_entropy(plain, y)), rel=1e-5)
+        assert alone["nll"] == pytest.approx(float(nn.functional.cross_entropy(plain, y)), rel=1e-5)
         predictor = uq.wrap(trained(place), uq.load(copied, trained(place)), n_samples=6)
         with torch.no_grad():
             probs = predictor.outputs(x).double().softmax(-1).mean(0)
         expected = float(nn.functional.nll_loss(probs.log(), y))
-        assert said["quality"]["inf, sampling"]["NLL"] == pytest.approx(expected, rel=1e-5)
+        assert said["quality"]["inf, sampling"]["nll"] == pytest.approx(expected, rel=1e-5)
         assert said["foreign"]["inf, sampling"].keys() == {"noise", "more"}
         assert said["inputs"] == {"test": 18, "noise": 5, "more": 36}
         assert said["referred"] == [] and said["written"] == [str(path) for path in files.values()]

@@ -557,7 +557,7 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     predictor = uq.wrap(model, uq.load(path, model))
     prediction = predictor(x)
     quality = said["quality"]["kfac, linearized"]
-    assert quality["NLL"] == pytest.approx(prediction.quality(y)["NLL"], rel=1e-5)
+    assert quality["nll"] == pytest.approx(prediction.quality(y)["nll"], rel=1e-5)
     out, maps = tmp_path / "out.csv", tmp_path / "deep" / "maps"
     run(
         "predict",
@@ -777,17 +777,19 @@ def batch_of(y: torch.Tensor) -> list[Any]:
 @pytest.mark.parametrize(
     ("likelihood", "name", "columns", "measure"),
     [
-        ("regression", "two", ["price", "rent"], "RMSE"),
-        ("poisson", "one", ["visits"], "mean deviance"),
-        ("multilabel", "two", ["tall", "rich"], "mAP"),
-        ("heteroscedastic", "two", ["price"], "log density"),
+        ("regression", "two", ["price", "rent"], "rmse"),
+        ("poisson", "one", ["visits"], "mean_deviance"),
+        ("multilabel", "two", ["tall", "rich"], "mean_average_precision"),
+        ("heteroscedastic", "two", ["price"], "log_density"),
         ("classification", "three", ["kind"], "accuracy"),
-        ("ordinal", "one", ["number"], "RPS"),
+        ("ordinal", "one", ["number"], "rps"),
         ("binary", "one", ["tall"], "accuracy"),
     ],
 )
 @pytest.mark.only(
-    "regression-two-columns0-RMSE", "classification-three-columns4-accuracy", "multilabel-two-columns2-mAP"
+    "regression-two-columns0-rmse",
+    "classification-three-columns4-accuracy",
+    "multilabel-two-columns2-mean_average_precision",
 )
 def test_a_table_is_what_python_gives(
     desk: Path, likelihood: str, name: str, columns: list[str], measure: str

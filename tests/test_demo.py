@@ -53,11 +53,11 @@ def test_end_to_end(
     for name in ("INF as fitted", "INF calibrated", *trained):
         found = evaluation.metrics[name]
         assert found["accuracy"] > plain["accuracy"] - 0.005
-        assert found["NLL"] < plain["NLL"] + 0.02 and found["ECE"] < plain["ECE"] + 0.02
+        assert found["nll"] < plain["nll"] + 0.02 and found["ece"] < plain["ece"] + 0.02
         for foreign in evaluation.foreign_names:
             scores = evaluation.foreign[name][foreign]
             certain = ["entropy", "mutual_information", "novelty"] if "INF" in name else ["novelty"]
-            assert min(scores[score]["AUROC"] for score in certain) > 0.7
+            assert min(scores[score]["auroc"] for score in certain) > 0.7
     printed = capsys.readouterr().out
     assert "Test digits" in printed and "mutual information" in printed
     assert {path.name for path in tmp_path.iterdir()} == LEFT

@@ -174,7 +174,7 @@ def test_values_are_a_mixture_of_gaussians(row: int) -> None:
         [p.picked(slice(row, row + 1)).changed(**first_output(p, row)) for p in each]
     )
     crps = integral(lambda x: (cdf(x) - (x >= 0.7)) ** 2, 0.7)
-    close(one.quality(torch.full((1, 1), 0.7))["CRPS"], crps, 1e-7)
+    close(one.quality(torch.full((1, 1), 0.7))["crps"], crps, 1e-7)
 
 
 def first_output(prediction: Any, row: int) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ def test_evaluated_beside_a_network() -> None:
     y = targets_of(models[0], NEW, "classification")
     ensemble = uq.wrap(models, posteriors)
     found = uq.evaluate({"ensemble": ensemble, "plain": models[0]}, batches(NEW, y, 4), progress=False)
-    close(found.metrics["ensemble"]["NLL"], -float(ensemble(NEW).log_prob(y).mean()))
+    close(found.metrics["ensemble"]["nll"], -float(ensemble(NEW).log_prob(y).mean()))
     assert "mutual_information" in found.selective["ensemble"]
 
 
@@ -502,12 +502,12 @@ def test_one_output_without_a_dimension() -> None:
     parts: list[Any] = [uq.wrap(m, p)(X) for m, p in zip(models, posteriors, strict=True)]
     logs = torch.stack([part.log_prob(y) for part in parts])
     close(found.log_prob(y), logs.logsumexp(0) - math.log(2))
-    assert found.quality(y)["RMSE"] > 0 and found.sample(3).shape == (3, 24)
+    assert found.quality(y)["rmse"] > 0 and found.sample(3).shape == (3, 24)
     y[::3] = math.nan
     ignoring = found.changed(missing="ignore")
     there = ~y.isnan()
     close(ignoring.log_prob(y)[there], found.log_prob(X[:, 0])[there])
-    close(ignoring.quality(y)["RMSE"], float((found.mean - X[:, 0])[there].square().mean().sqrt()))
+    close(ignoring.quality(y)["rmse"], float((found.mean - X[:, 0])[there].square().mean().sqrt()))
 
 
 def other(outputs: int) -> Sequence[nn.Module]:

@@ -18,7 +18,7 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.app.page import _table
-from posthoc_uq.evaluation.measurements import meanings, words
+from posthoc_uq.evaluation.measurements import meanings, title_of
 from posthoc_uq.likelihoods import SCORES
 
 
@@ -71,15 +71,15 @@ class TestNumbers:
             inside, outside, alone = predictor(x), predictor(foreign), model(x).double().softmax(-1)
         found, plain = evaluation.metrics["INF"], evaluation.metrics["network"]
         assert found == pytest.approx(inside.quality(y), abs=1e-6)
-        assert plain["NLL"] == pytest.approx(float(-alone[range(230), y].log().mean()), abs=1e-5)
+        assert plain["nll"] == pytest.approx(float(-alone[range(230), y].log().mean()), abs=1e-5)
         top = np.argsort(-alone.numpy(), axis=1)[:, :5]
-        assert plain["top-5 accuracy"] == pytest.approx(np.mean([y[i] in top[i] for i in range(230)]))
+        assert plain["top5_accuracy"] == pytest.approx(np.mean([y[i] in top[i] for i in range(230)]))
         truth = np.r_[np.zeros(230), np.ones(90)]
         for score, values in inside.scores().items():
             joined = np.r_[values.numpy(), outside.scores()[score].numpy()]
             numbers = evaluation.foreign["INF"]["noise"][score]
-            assert numbers["AUROC"] == pytest.approx(roc_auc_score(truth, joined), abs=1e-5)
-            assert numbers["AUPR"] == pytest.approx(average_precision_score(truth, joined), abs=1e-5)
+            assert numbers["auroc"] == pytest.approx(roc_auc_score(truth, joined), abs=1e-5)
+            assert numbers["aupr"] == pytest.approx(average_precision_score(truth, joined), abs=1e-5)
         right = (inside.predicted() == y).numpy()
         order = np.argsort(inside.entropy().numpy(), kind="stable")
         for rate in evaluation.referral_rates:
@@ -120,11 +120,11 @@ class TestNumbers:
         with torch.no_grad():
             prediction = predictor(x)
         density = torch.distributions.Normal(prediction.mean, prediction.standard_deviation).log_prob(y)
-        assert evaluation.metrics["INF"]["log density"] == pytest.approx(float(density.mean()), abs=1e-5)
-        assert evaluation.metrics["INF"]["RMSE"] == pytest.approx(
+        assert evaluation.metrics["INF"]["log_density"] == pytest.approx(float(density.mean()), abs=1e-5)
+        assert evaluation.metrics["INF"]["rmse"] == pytest.approx(
             float((prediction.mean - y).square().mean().sqrt()), abs=1e-6
         )
-        assert evaluation.foreign["INF"]["foreign"]["standard_deviation"]["AUROC"] > 0.8
+        assert evaluation.foreign["INF"]["foreign"]["standard_deviation"]["auroc"] > 0.8
         assert "standard_deviation" not in evaluation.foreign["model"]["foreign"]
         assert set(evaluation.figures()) == {
             "Coverage of intervals",
@@ -150,9 +150,9 @@ class TestNumbers:
         named = uq.evaluate(both, [(x, y)], likelihood="regression", progress=False).metrics["model"]
         with torch.no_grad():
             density = torch.distributions.Normal(model(x), posterior.noise_variance.sqrt()).log_prob(y)
-        assert named == silent and named["log density"] == pytest.approx(float(density.mean()), abs=1e-5)
+        assert named == silent and named["log_density"] == pytest.approx(float(density.mean()), abs=1e-5)
         alone = uq.evaluate(model, [(x, y)], likelihood="regression", progress=False).metrics["model"]
-        assert set(alone) == {"RMSE"}
+        assert set(alone) == {"rmse"}
 
 
 class TestWhatItTakes:
@@ -187,8 +187,8 @@ class TestWhatItTakes:
         posterior = uq.fit(model, [(x, y)], likelihood="binary", prior_precision=1.0, progress=False)
         evaluation = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False)
         assert evaluation.names == ["linearized"]
-        assert "AUC at 0.5" in evaluation.selective["linearized"]["entropy"]
-        assert "top-5 accuracy" not in evaluation.metrics["linearized"]
+        assert "auc_referred_50" in evaluation.selective["linearized"]["entropy"]
+        assert "top5_accuracy" not in evaluation.metrics["linearized"]
 
 
 class TestFiles:
@@ -201,12 +201,12 @@ class TestFiles:
         kept = json.loads((tmp_path / "e.json").read_text())
         by_key = {(r["model"], r["data"], r["score"], r["measure"]): float(r["value"]) for r in rows}
         assert (
-            by_key["INF", "test", "", "NLL"]
-            == kept["quality"]["INF"]["NLL"]
-            == evaluation.metrics["INF"]["NLL"]
+            by_key["INF", "test", "", "nll"]
+            == kept["quality"]["INF"]["nll"]
+            == evaluation.metrics["INF"]["nll"]
         )
         assert (
-            by_key["INF", "noise", "entropy", "AUROC"] == kept["foreign"]["INF"]["noise"]["entropy"]["AUROC"]
+            by_key["INF", "noise", "entropy", "auroc"] == kept["foreign"]["INF"]["noise"]["entropy"]["auroc"]
         )
         assert kept["inputs"] == {"test": 230, "noise": 90}
         assert kept["thresholds"]["INF"]["entropy"]["0.1"] == evaluation.threshold(0.1)
@@ -270,7 +270,7 @@ class TestFiles:
         assert "var(--series-1)" in drawings and "var(--text)" in drawings
 
     def test_what_is_best_is_judged_as_it_is_shown(self):
-        header = ["model", "NLL", "RMSE", "mean entropy"]
+        header = ["model", "nll", "rmse", "mean_entropy"]
         rows = [["a", 0.50001, 12345.6, 1.0], ["b", 0.50002, 12345.7, 2.0], ["c", 0.6, 4.0, 3.0]]
         page = _table(header, rows)
         assert page.count('class="n best">0.5000<') == 2 and '<td class="n">12346<' in page
@@ -281,10 +281,12 @@ class TestFiles:
         evaluation, _ = compared
         measures = {name for by_row in evaluation.metrics.values() for name in by_row}
         measures |= {name for by_row in evaluation.selective.values() for m in by_row.values() for name in m}
-        names = [*SCORES, *measures, "AUROC", "AUPR", "FPR95", "coverage of 95 %"]
+        names = [*SCORES, *measures, "auroc", "aupr", "fpr95", "coverage_95"]
         explained = meanings(names)
-        assert all(words(name.split(" at ")[0].split(" of ")[0]) in explained for name in names)
-        assert words("RMSE at 0.05") == "RMSE, 5 % referred" and meanings(["my own measure"]) == {}
+        plain = (re.sub(r"(_referred)?(_\d+)+$", "", name) for name in names)
+        assert all(title_of(name) in explained for name in plain)
+        assert title_of("rmse_referred_5") == "RMSE, 5 % referred" and meanings(["my_own_measure"]) == {}
+        assert title_of("coverage_97_5") == "coverage of 97.5 %" and title_of("my_own_9") == "my own 9"
 
     def test_galleries_hold_the_extremes(self, images, compared):
         _, _, (x, y), foreign = images
@@ -312,7 +314,7 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
         {"network": model, "INF": predictor}, loader_of(x[130:], y[130:]), referral=referral, **kwargs
     )
     header, rows = evaluation.tables()["Leaving the least certain inputs to a person"]
-    assert header[:3] == ["model", "score", "large where"]
+    assert header[:3] == ["model", "score", "large_where"]
     assert {row[2] for row in rows if row[1] == "entropy"} == {"an error is likely"}
     of_errors = {"entropy", "mutual_information", "max_probability", "variation_ratio"}
     assert {row[1] for row in rows if row[0] == "INF"} == of_errors
@@ -325,10 +327,10 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
             "model",
             "data",
             "referred",
-            "by entropy",
-            "by novelty",
-            "accuracy of the rest",
-            "mistakes referred",
+            "by_entropy",
+            "by_novelty",
+            "accuracy_of_rest",
+            "mistakes_referred",
         )
     ]
     for (data, reasons), row in zip(by_data.items(), rows, strict=True):
@@ -372,13 +374,13 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
         by_class = evaluation.promised_by_class["INF"]["<c>"]
         assert by_class[f"observed coverage of {level} %"] == pytest.approx(float(inside[y == 2].mean()))
     assert evaluation.to_dict()["promised"] == found
-    assert {"measure": "set size of 90 %", "value": found["INF"]["set size of 90 %"]}.items() <= next(
-        row for row in evaluation.rows() if row["measure"] == "set size of 90 %"
+    assert {"measure": "set_size_90", "value": found["INF"]["set_size_90"]}.items() <= next(
+        row for row in evaluation.rows() if row["measure"] == "set_size_90"
     ).items()
     header, rows = evaluation.tables()["Promised sets by class, the least covered first"]
     assert header[:2] == ["model", "class"] and len(rows) == 7
-    assert [row[header.index("observed coverage of 95 %")] for row in rows] == sorted(
-        row[header.index("observed coverage of 95 %")] for row in rows
+    assert [row[header.index("observed_coverage_95")] for row in rows] == sorted(
+        row[header.index("observed_coverage_95")] for row in rows
     )
     (axes,) = evaluation.figures()["Coverage of promises"].axes
     levels, observed = axes.lines[1].get_data()
@@ -389,24 +391,24 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     assert "Promised sets and intervals" in page and "Coverage of promises" in page and "&lt;c&gt;" in page
     grouped = evaluation.coverage_by_group["INF"]
     by = [group.by for group in grouped.groups]
-    assert grouped.level == 0.9 and list(dict.fromkeys(by)) == ["entropy", "novelty", "set size", "class"]
+    assert grouped.level == 0.9 and list(dict.fromkeys(by)) == ["entropy", "novelty", "set_size", "class"]
     inside = prediction.set(0.9)[torch.arange(len(y)), y].double()
     fifth = prediction.entropy() > prediction.entropy().quantile(0.8)
     surest = [group for group in grouped.groups if group.by == "entropy"][-1]
     assert surest.inputs == int(fifth.sum()) and surest.coverage == pytest.approx(float(inside[fifth].mean()))
     (own,) = [group for group in grouped.groups if group.name == "<c>"]
     assert own.coverage == pytest.approx(float(inside[y == 2].mean())) and own.low < own.coverage <= own.high
-    assert grouped.missing is not None and found["INF"]["ERT of 90 %"] == grouped.missing.value
+    assert grouped.missing is not None and found["INF"]["ert_90"] == grouped.missing.value
     header, rows = evaluation.tables()["Coverage of promises by group, the least covered first"]
     assert [row[-1] for row in rows] == sorted(group.high for group in grouped.groups)[: len(rows)]
-    assert evaluation.to_dict()["coverage by group"]["INF"]["ERT"]["fails"] is grouped.missing.fails
+    assert evaluation.to_dict()["coverage_by_group"]["INF"]["ert"]["fails"] is grouped.missing.fails
     drawn = evaluation.figures()["Coverage of promises by group"].axes
     assert [axes.get_xlabel() for axes in drawn] == ["entropy", "novelty", "set size", "class"]
     assert "Coverage of promises by group, the least" in page and "What the words mean" in page
     # enough for 90 % alone
     posterior = uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)
     found = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False).promised["linearized"]
-    assert "set size of 90 %" in found and "set size of 95 %" not in found
+    assert "set_size_90" in found and "set_size_95" not in found
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "multilabel"])
@@ -424,20 +426,20 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
     (found,) = evaluation.promised.values()
     if likelihood == "multilabel":
         chosen = prediction.set(0.9)
-        assert found["observed coverage of 90 %"] == pytest.approx(float(chosen[y > 0].double().mean()))
+        assert found["observed_coverage_90"] == pytest.approx(float(chosen[y > 0].double().mean()))
         (by_class,) = evaluation.promised_by_class.values()
         second = float(chosen[:, 1][y[:, 1] > 0].double().mean())
-        assert by_class["class 1"]["observed coverage of 90 %"] == pytest.approx(second)
+        assert by_class["class 1"]["observed_coverage_90"] == pytest.approx(second)
         (grouped,) = evaluation.coverage_by_group.values()
         assert [group.coverage for group in grouped.groups if group.by == "class"][1] == pytest.approx(second)
     else:
         low, high = prediction.interval(0.9)
         inside, width = ((low <= y) & (y <= high)).double().mean(), (high - low).double().mean()
         if likelihood == "poisson":  # whose bounds are whole numbers
-            assert 0.8 < found["observed coverage of 90 %"] <= float(inside)
+            assert 0.8 < found["observed_coverage_90"] <= float(inside)
         else:
-            assert found["observed coverage of 90 %"] == pytest.approx(float(inside))
-        assert found["interval width of 90 %"] == pytest.approx(float(width), rel=1e-5)
+            assert found["observed_coverage_90"] == pytest.approx(float(inside))
+        assert found["interval_width_90"] == pytest.approx(float(width), rel=1e-5)
         assert not evaluation.promised_by_class
         (grouped,) = evaluation.coverage_by_group.values()
         assert {group.by for group in grouped.groups} == {"novelty", "interval width"}
@@ -468,7 +470,7 @@ class TestJointScores:
         scores = np.concatenate([shares(inside), shares(outside)])
         expected = roc_auc_score(np.arange(320) >= 230, scores)
         found = evaluation.foreign["INF"]["noise"]["entropy and mutual_information"]
-        assert found["AUROC"] == pytest.approx(expected, abs=1e-6)
+        assert found["auroc"] == pytest.approx(expected, abs=1e-6)
         assert "entropy and mutual_information" not in evaluation.foreign["network"]["noise"]
         assert any(row["score"] == "entropy and mutual_information" for row in evaluation.rows())
         assert "entropy and mutual_information" in str(evaluation)

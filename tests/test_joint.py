@@ -534,10 +534,10 @@ def test_measures_by_head(tmp_path: Path) -> None:
     right = prediction.label.predicted() == targets["label"]
     assert found["label"].metrics["posterior"]["accuracy"] == pytest.approx(float(right.double().mean()))
     error = (prediction.value.mean - targets["value"]).square().mean().sqrt()
-    assert found.metrics["posterior"]["value RMSE"] == pytest.approx(float(error))
+    assert found.metrics["posterior"]["value_rmse"] == pytest.approx(float(error))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(x)["label"], targets["label"])
-    assert found.metrics["network"]["label NLL"] == pytest.approx(float(loss))
+    assert found.metrics["network"]["label_nll"] == pytest.approx(float(loss))
     assert "novelty" in found.value.foreign["posterior"]["far"]
     assert {row["model"] for row in found.rows()} == {
         f"{row}, {head}" for row in ("network", "posterior") for head in ("label", "value")
@@ -654,7 +654,7 @@ def test_slots(tmp_path: Path) -> None:
     assert lower.shape == (SAMPLES, SLOTS, 2) and bool((lower < upper).all())
     measured = uq.evaluate(predictor, [(x, targets)], progress=False)
     right = (prediction.logits.predicted() == targets["logits"])[there.bool()]
-    accuracy = measured.metrics["linearized"]["logits accuracy"]
+    accuracy = measured.metrics["linearized"]["logits_accuracy"]
     assert accuracy == pytest.approx(float(right.double().mean()))
     of_filled = prediction.logits.masked(there).scores()["entropy"][there.any(1)]
     scores = measured["logits"].predictions["linearized"]["test"].scores()["entropy"][there.any(1)]

@@ -502,7 +502,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     )
     own = found.metrics["posterior"]
     prediction = uq.wrap(model, posterior)(x)
-    nll = "log density" if name == "heteroscedastic" else "NLL"
+    nll = "log_density" if name == "heteroscedastic" else "nll"
     sign = 1 if name == "heteroscedastic" else -1
     each = float(prediction.log_prob(prediction.fitting(y)).mean())
     assert own[nll] == pytest.approx(sign * each, rel=1e-4)
@@ -559,9 +559,9 @@ def test_soft_labels_are_rated_by_their_mean(tmp_path: Path) -> None:
     torch.testing.assert_close(prediction.log_prob(soft), expected)
     found = uq.evaluate(predictor, [(x[:9], soft[:9]), (x[9:], soft[9:])], progress=False)
     quality, hard = found.metrics["linearized"], prediction.quality(soft.argmax(1))
-    assert quality["NLL"] == pytest.approx(-float(expected.mean()))
+    assert quality["nll"] == pytest.approx(-float(expected.mean()))
     assert quality["accuracy"] == hard["accuracy"]
-    assert quality["Brier"] == pytest.approx(float((prediction.probs - soft).square().sum(1).mean()))
+    assert quality["brier"] == pytest.approx(float((prediction.probs - soft).square().sum(1).mean()))
     assert found.figures() and found.selective["linearized"]["entropy"]
     posterior = uq.tune(posterior, [(x, soft)], max_evaluations=3, progress=False)
     trials = posterior.history.trials
@@ -625,14 +625,14 @@ def test_what_an_ordinal_prediction_says(fitted: Any) -> None:
     quality = found.quality(y)
     reached = (y.unsqueeze(1) <= ranks).double()
     expected = ((found.probs.cumsum(1) - reached) ** 2)[:, :3].mean()
-    assert quality["RPS"] == pytest.approx(float(expected))
+    assert quality["rps"] == pytest.approx(float(expected))
     predicted, squares = found.predicted(), (ranks.unsqueeze(1) - ranks) ** 2
     table = torch.zeros(4, 4)
     for row, column in zip(y, predicted, strict=True):
         table[row, column] += 1
     chance = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / 30
     kappa = 1 - float((squares * table).sum() / (squares * chance).sum())
-    assert quality["quadratic kappa"] == pytest.approx(kappa, abs=1e-5)
+    assert quality["quadratic_kappa"] == pytest.approx(kappa, abs=1e-5)
     assert found.of_one_network().votes is None and type(found.to("cpu")) is OrdinalPrediction
     assert "mean" in found.to_dict() and "OrdinalPrediction" in repr(found)
 
@@ -647,16 +647,16 @@ def test_what_a_multilabel_prediction_says(fitted: Any) -> None:
     torch.testing.assert_close(found.max_probability(), most)
     torch.testing.assert_close(found.entropy(), found.label_entropy().sum(1))
     quality, decided = found.quality(y), found.probs > 0.5
-    assert quality["Hamming loss"] == pytest.approx(float((decided != y.bool()).double().mean()), abs=1e-6)
-    assert quality["Brier"] == pytest.approx(float((found.probs - y).square().mean()))
+    assert quality["hamming_loss"] == pytest.approx(float((decided != y.bool()).double().mean()), abs=1e-6)
+    assert quality["brier"] == pytest.approx(float((found.probs - y).square().mean()))
     hits, guesses, truths = (part.sum(0).double() for part in (decided & y.bool(), decided, y))
-    assert quality["F1 (macro)"] == pytest.approx(float((2 * hits / (guesses + truths)).mean()), abs=1e-5)
+    assert quality["f1_macro"] == pytest.approx(float((2 * hits / (guesses + truths)).mean()), abs=1e-5)
     precisions = []
     for label in range(3):
         order = y[found.probs[:, label].argsort(descending=True), label]
         ranked = order.cumsum(0) / torch.arange(1, 31)
         precisions.append(float((ranked * order).sum() / order.sum()))
-    assert quality["mAP"] == pytest.approx(np.mean(precisions), abs=1e-4)
+    assert quality["mean_average_precision"] == pytest.approx(np.mean(precisions), abs=1e-4)
     torch.testing.assert_close(found.losses(y.long()), (decided != y.bool()).double().mean(1))
     assert found.top_k(2).labels.shape == (30, 2) and "MultilabelPrediction" in repr(found)
     assert "mutual_information" in uq.wrap(model, posterior)(x).scores()

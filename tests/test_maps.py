@@ -210,7 +210,7 @@ def test_promises_by_position_and_by_image(tmp_path: Path) -> None:
     assert float((of_images.double().mean(0) - 0.9).abs().max()) < 0.07
     found = uq.evaluate(uq.wrap(model, posterior), [(x[test], y[test])], progress=False)
     measured = next(iter(found.promised.values()))
-    assert measured["observed coverage of 90 %"] == pytest.approx(float(within.mean()), abs=1e-9)
+    assert measured["observed_coverage_90"] == pytest.approx(float(within.mean()), abs=1e-9)
     assert prediction.familiarity().shape == (200,)
     # by hand: the smallest q that a mean share of (n + 1) 0.9 / n of an image's values does not exceed
     posterior = uq.calibrate(posterior, held_out, share=None, progress=False)
@@ -313,7 +313,7 @@ def test_missing_values_of_a_map() -> None:
     truth = -0.5 * (residuals.square() / total + (2 * math.pi * total).log())
     torch.testing.assert_close(prediction.log_prob(y), truth.nansum((1, 2)))
     squares = residuals.square().nanmean((1, 2)).nan_to_num(0.0)
-    assert float(prediction.losses(y)[2]) == 0 and prediction.quality(y)["RMSE"] == pytest.approx(
+    assert float(prediction.losses(y)[2]) == 0 and prediction.quality(y)["rmse"] == pytest.approx(
         float(residuals.square().nanmean().sqrt())
     )
     torch.testing.assert_close(prediction.losses(y)[[1, 3, 5]], squares[[1, 3, 5]])
@@ -365,7 +365,7 @@ def test_labels_at_positions() -> None:
     prediction = uq.wrap(first, posterior)(x[250:])
     assert prediction.probs.shape == (250, 2, 3, 3) and prediction.logits_mean.shape == (250, 1, 3, 3)
     found = uq.evaluate(uq.wrap(first, posterior), [(x[250:], y[250:, :1])], progress=False)
-    assert next(iter(found.promised.values()))["observed coverage of 90 %"] > 0.8
+    assert next(iter(found.promised.values()))["observed_coverage_90"] > 0.8
 
 
 # What is drawn, exported and answered

@@ -24,20 +24,20 @@ metrics, foreign_by = evaluation.metrics, evaluation.foreign
 alone = metrics["network alone"]
 assert alone["accuracy"] > 0.9
 assert abs(float(sure["photos"].mean()) - float(sure["test digits"].mean())) < 0.1
-assert foreign_by["network alone"]["photos"]["entropy"]["AUROC"] < 0.65
-entropy = [foreign_by[name]["photos"]["entropy"]["AUROC"] for name in ("network alone", "as fitted", "tuned")]
+assert foreign_by["network alone"]["photos"]["entropy"]["auroc"] < 0.65
+entropy = [foreign_by[name]["photos"]["entropy"]["auroc"] for name in ("network alone", "as fitted", "tuned")]
 assert min(entropy[1:]) > entropy[0] + 0.05
-assert metrics["tuned"]["NLL"] < metrics["as fitted"]["NLL"] < alone["NLL"]
-assert max(metrics["tuned"]["ECE"], metrics["as fitted"]["ECE"]) < alone["ECE"]
+assert metrics["tuned"]["nll"] < metrics["as fitted"]["nll"] < alone["nll"]
+assert max(metrics["tuned"]["ece"], metrics["as fitted"]["ece"]) < alone["ece"]
 assert abs(metrics["as fitted"]["accuracy"] - alone["accuracy"]) <= 0.004
 assert metrics["tuned"]["accuracy"] >= alone["accuracy"]
 for name in ("as fitted", "tuned"):
     for place in ("photos", "letters"):
-        novelty = foreign_by[name][place]["novelty"]["AUROC"]
+        novelty = foreign_by[name][place]["novelty"]["auroc"]
         assert novelty > 0.8 and novelty == max(
-            foreign_by[name][place][score]["AUROC"] for score in ("entropy", "mutual_information", "novelty")
+            foreign_by[name][place][score]["auroc"] for score in ("entropy", "mutual_information", "novelty")
         )
-        assert novelty == foreign_by["as fitted"][place]["novelty"]["AUROC"]
+        assert novelty == foreign_by["as fitted"][place]["novelty"]["auroc"]
 shares = {{name: float(flag.float().mean()) for name, flag in flags.items()}}
 assert shares["test digits"] < 0.1 and shares["photos"] > 0.95 and 0.4 < shares["letters"] < 0.6
 for place in ("photos", "letters"):
@@ -45,7 +45,7 @@ for place in ("photos", "letters"):
 assert table.loc["photos", "novelty"] == table.loc["photos"].max()
 assert right[~kept].float().mean() < right[kept].float().mean() - 0.1
 assert right[kept].float().mean() > alone["accuracy"] + 0.01
-assert metrics["tuned"]["NLL"] < 0.26
+assert metrics["tuned"]["nll"] < 0.26
 assert same
 """,
     "choosing_a_posterior": """
@@ -61,15 +61,15 @@ fitted = ["diag", "kfac", "efb", "inf", "inf, last layer"]
 others = ["inf, sampling", "inf, moments"]
 for name in (*fitted, *others, "inf, tuned"):
     own = evaluation.metrics[name]
-    assert own["NLL"] < alone["NLL"] and own["ECE"] < alone["ECE"]
+    assert own["nll"] < alone["nll"] and own["ece"] < alone["ece"]
     assert abs(own["accuracy"] - alone["accuracy"]) <= 0.004
     assert table.loc[name, "AUROC, entropy"] > table.loc["network alone", "AUROC, entropy"]
-likelihoods = [evaluation.metrics[name]["NLL"] for name in (*fitted, *others)]
+likelihoods = [evaluation.metrics[name]["nll"] for name in (*fitted, *others)]
 assert max(likelihoods) - min(likelihoods) < 0.01
-assert evaluation.metrics["inf, tuned"]["NLL"] < evaluation.metrics["inf"]["NLL"]
-assert evaluation.metrics["inf, tuned"]["ECE"] < evaluation.metrics["inf"]["ECE"]
+assert evaluation.metrics["inf, tuned"]["nll"] < evaluation.metrics["inf"]["nll"]
+assert evaluation.metrics["inf, tuned"]["ece"] < evaluation.metrics["inf"]["ece"]
 assert min(files["kfac"], files["efb"]) > 9 * files["inf"]
-assert likelihoods[0] < alone["NLL"] - 0.015
+assert likelihoods[0] < alone["nll"] - 0.015
 assert min(files, key=files.get) == "inf, last layer" and files["inf, last layer"] < files["inf"] / 3
 assert evaluation.metrics["inf, evidence, sampling"]["accuracy"] < alone["accuracy"] - 0.1
 novelty = table["AUROC, novelty"].dropna()

@@ -397,7 +397,7 @@ class TestPredict:
         assert prediction.probs[:, 1].tolist() == pytest.approx(truth, abs=1e-6)
         torch.testing.assert_close(prediction.log_prob(labels), drawn(x).log_prob(labels), rtol=0, atol=2e-3)
         found = uq.evaluate(exact, [(x, labels)], progress=False)
-        assert next(iter(found.metrics.values()))["NLL"] == pytest.approx(
+        assert next(iter(found.metrics.values()))["nll"] == pytest.approx(
             -float(prediction.log_prob(labels).mean())
         )
 
@@ -442,17 +442,17 @@ class TestEvaluate:
         )
         rates = predictor(x).mean
         own, alone = found.metrics["posterior"], found.metrics["network"]
-        assert own["RMSE"] == pytest.approx(float((rates - y).square().mean().sqrt()), rel=1e-5)
-        assert own["NLL"] == pytest.approx(-float(predictor(x).log_prob(y).mean()), rel=1e-5)
-        assert alone["NLL"] == pytest.approx(
+        assert own["rmse"] == pytest.approx(float((rates - y).square().mean().sqrt()), rel=1e-5)
+        assert own["nll"] == pytest.approx(-float(predictor(x).log_prob(y).mean()), rel=1e-5)
+        assert alone["nll"] == pytest.approx(
             -float(Poisson().log_prob(network(x).detach(), y).mean()), rel=1e-5
         )
-        assert own["coverage of 50 %"] < own["coverage of 90 %"] <= own["coverage of 95 %"]
-        assert own["coverage of 95 %"] > 0.85 and own["sharpness of 95 %"] > 0
-        assert found.foreign["posterior"]["foreign"]["epistemic_variance"]["AUROC"] > 0.7
+        assert own["coverage_50"] < own["coverage_90"] <= own["coverage_95"]
+        assert own["coverage_95"] > 0.85 and own["sharpness_95"] > 0
+        assert found.foreign["posterior"]["foreign"]["epistemic_variance"]["auroc"] > 0.7
         assert found.default_score == "standard_deviation"
         selective = found.selective["posterior"]["standard_deviation"]
-        assert selective["RMSE at 0.5"] < own["RMSE"]
+        assert selective["rmse_referred_50"] < own["rmse"]
         assert "coverage of 95 %" in str(found) and "RMSE" in str(found)
 
 

@@ -314,7 +314,7 @@ def test_sampled_prediction(kind: str) -> None:
     logs = (probs.mean(0).log().gather(-1, own.labels.clamp(min=0)[..., None])[..., 0] * own.counted).sum(1)
     torch.testing.assert_close(prediction.log_prob(own.y), logs)
     quality = prediction.quality(own.y)
-    assert quality["NLL"] == pytest.approx(-float(logs.sum() / own.counted.sum()))
+    assert quality["nll"] == pytest.approx(-float(logs.sum() / own.counted.sum()))
     right = (probs.mean(0).argmax(-1) == own.labels) & own.counted
     assert quality["accuracy"] == pytest.approx(float(right.sum() / own.counted.sum()))
 

@@ -96,8 +96,8 @@ def test_the_nll_is_a_mean_over_labels_everywhere() -> None:
     trials = posterior.history.trials
     predictors = {"alone": model, "posterior": uq.wrap(model, posterior)}
     measured = uq.evaluate(predictors, loader, progress=False).metrics
-    assert trials.model_alone == pytest.approx(float(truth)) == pytest.approx(measured["alone"]["NLL"])
-    assert trials.chosen.objective == pytest.approx(measured["posterior"]["NLL"])
+    assert trials.model_alone == pytest.approx(float(truth)) == pytest.approx(measured["alone"]["nll"])
+    assert trials.chosen.objective == pytest.approx(measured["posterior"]["nll"])
     options = {"likelihood": likelihood, "val_loader": loader, "progress": False}
     with pytest.warns(UserWarning, match="inclusion_lr"):
         trained = uq.fit(model, loader, "latent_binary", epochs=1, **options)

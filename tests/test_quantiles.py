@@ -225,7 +225,7 @@ def test_predictions_by_the_quantile_function() -> None:
     assert drawn.shape == (20_000, 3, 1)
     assert scipy.stats.ks_2samp(drawn[:, 1, 0].numpy(), values[::5, 1]).pvalue > 0.001
     quality = prediction.quality(prediction.fitting(y[:, 0]))
-    assert quality["pinball loss"] == pytest.approx(pinball(quantiles, y.numpy()).mean())
+    assert quality["pinball_loss"] == pytest.approx(pinball(quantiles, y.numpy()).mean())
     columns = prediction.value_columns(0.9)
     assert [*columns][-5:] == [f"quantile_{level:g}" for level in LEVELS]
     # crossing quantiles are sorted, whatever goes with them
@@ -392,8 +392,8 @@ def test_intervals_are_those_of_conformalised_quantile_regression(tmp_path: Path
         rate = float(((bounds_of[0] <= truth) & (truth <= bounds_of[1])).double().mean())
         assert rate == pytest.approx(level, abs=0.05)
     found = uq.evaluate(predictor, [(new, truth[:, 0])], progress=False)
-    assert found.promised["linearized"]["observed coverage of 90 %"] == share
-    assert found.metrics["linearized"]["coverage of 90 %"] > share
+    assert found.promised["linearized"]["observed_coverage_90"] == share
+    assert found.metrics["linearized"]["coverage_90"] > share
 
 
 def test_half_of_the_samples_promise_and_the_rest_choose_the_width() -> None:

@@ -59,10 +59,10 @@ def test_smoke(folder, tmp_path):
     rows += ["latent binary, median model", "UTVI, defaults"]
     rows += ["trained on", "trained on, temperature scaling", "deep ensemble of 2"]
     assert list(results) == ["plain", "temperature scaling", *rows]
-    assert set(results["plain"]["AUROC"]) == {"entropy", "max_probability"}
+    assert set(results["plain"]["auroc"]) == {"entropy", "max_probability"}
     scores = {"entropy", "mutual_information", "epistemic_variance", "novelty", "both"}
-    assert scores <= set(results["INF, last layer, defaults"]["AUROC"]) & set(
-        results["INF, last layer, tuned"]["AUROC"]
+    assert scores <= set(results["INF, last layer, defaults"]["auroc"]) & set(
+        results["INF, last layer, tuned"]["auroc"]
     )
     assert results["INF, last layer, sampling, tuned"]["settings"]["prior_precision or scale"] > 0
     assert results["deep ensemble of 2"]["bytes"] == 2 * results["plain"]["bytes"]

@@ -117,10 +117,10 @@ def test_the_network_s_row_against_other_libraries(smoke: tuple[Path, str], reci
     quality = found["quality"]["network"]
     assert quality["accuracy"] == pytest.approx(float((inside.argmax(1).numpy() == labels).mean()))
     loss = log_loss(labels, (inside / inside.sum(1, keepdim=True)).numpy(), labels=range(1000))
-    assert quality["NLL"] == pytest.approx(loss, rel=1e-3)
+    assert quality["nll"] == pytest.approx(loss, rel=1e-3)
     entropies = [float(-(p * p.log()).sum()) for p in (*inside, *outside)]
     foreign = [0] * len(inside) + [1] * len(outside)
-    auroc = found["foreign"]["network"]["ood"]["entropy"]["AUROC"]
+    auroc = found["foreign"]["network"]["ood"]["entropy"]["auroc"]
     assert auroc == pytest.approx(roc_auc_score(foreign, entropies), abs=1e-6)
 
 

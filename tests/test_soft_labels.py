@@ -142,20 +142,20 @@ def test_predictions_are_rated_by_the_expectation_over_labels(name: str, tmp_pat
         probs, shares = prediction.probs, soft
         logs = (shares * probs.log() + (1 - shares) * (1 - probs).log()).sum(1)
     torch.testing.assert_close(prediction.log_prob(soft), logs, rtol=1e-5, atol=1e-6)
-    assert measures["NLL"] == pytest.approx(
+    assert measures["nll"] == pytest.approx(
         -float(logs.sum()) / (len(probs) if name.startswith("pixels") else SAMPLES), rel=1e-5
     )
     squares = (probs - shares).square()
     if name == "multilabel":
-        assert measures["Brier"] == pytest.approx(float(squares.mean()), rel=1e-5)
-        assert measures["ECE"] == pytest.approx(gap(probs.flatten(), shares.flatten()), rel=1e-4)
+        assert measures["brier"] == pytest.approx(float(squares.mean()), rel=1e-5)
+        assert measures["ece"] == pytest.approx(gap(probs.flatten(), shares.flatten()), rel=1e-4)
         wrong = ((probs > 0.5) != (shares > 0.5)).double().mean()
-        assert measures["Hamming loss"] == pytest.approx(float(wrong))
+        assert measures["hamming_loss"] == pytest.approx(float(wrong))
     else:
-        assert measures["Brier"] == pytest.approx(float(squares.sum(1).mean()), rel=1e-5)
+        assert measures["brier"] == pytest.approx(float(squares.sum(1).mean()), rel=1e-5)
         top = probs.max(1)
         own = shares.gather(1, top.indices.unsqueeze(1)).squeeze(1)
-        assert measures["ECE"] == pytest.approx(gap(top.values, own), rel=1e-4)
+        assert measures["ece"] == pytest.approx(gap(top.values, own), rel=1e-4)
         assert measures["accuracy"] == pytest.approx(float((top.indices == shares.argmax(1)).double().mean()))
     assert quality.figures()
     # held-out data are rated likewise, and choose a temperature
@@ -189,7 +189,7 @@ def test_soft_labels_that_are_whole_promise_as_labels_do_and_others_not() -> Non
         uq.evaluate(uq.wrap(model, again), [(x, y)], progress=False).promised["linearized"]
         for y in (labels, smoothed)
     ]
-    assert measures[0]["observed coverage of 90 %"] == measures[1]["observed coverage of 90 %"]
+    assert measures[0]["observed_coverage_90"] == measures[1]["observed_coverage_90"]
     for name in ("pixels", "binary", "multilabel"):
         model, x, soft, likelihood, _ = case(name)
         posterior = uq.fit(
@@ -286,4 +286,4 @@ def test_a_table_of_probabilities(tmp_path: Path) -> None:
         read = uq.load(tmp_path / f"{name}.h5", network)
         y = shares[:, 0] if name == "one" else shares
         expected = -float(uq.wrap(network, read)(x).log_prob(y).mean())
-        assert said["quality"]["kfac, linearized"]["NLL"] == pytest.approx(expected, rel=1e-4)
+        assert said["quality"]["kfac, linearized"]["nll"] == pytest.approx(expected, rel=1e-4)

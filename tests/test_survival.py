@@ -283,8 +283,8 @@ def test_it_is_tuned_calibrated_and_evaluated(family: str) -> None:
         {"network": model, "posterior": predictor}, [(x, targets)], referral_rates=[0.5], progress=False
     )
     measured = found.metrics["posterior"]
-    assert measured["NLL"] == pytest.approx(-float(prediction.log_prob(targets).mean()))
-    assert found.metrics["network"]["NLL"] == pytest.approx(-float(logs.mean()))
+    assert measured["nll"] == pytest.approx(-float(prediction.log_prob(targets).mean()))
+    assert found.metrics["network"]["nll"] == pytest.approx(-float(logs.mean()))
     medians, pairs, right = prediction.median().tolist(), 0, 0.0
     for i, (first, seen) in enumerate(targets.tolist()):
         for j, (second, _) in enumerate(targets.tolist()):
@@ -294,7 +294,7 @@ def test_it_is_tuned_calibrated_and_evaluated(family: str) -> None:
     assert measured["concordance"] == pytest.approx(right / pairs)
     kept = prediction.standard_deviation.argsort()[:30]
     half = -float(prediction.log_prob(targets)[kept].mean())
-    assert found.selective["posterior"]["standard_deviation"]["NLL at 0.5"] == pytest.approx(half)
+    assert found.selective["posterior"]["standard_deviation"]["nll_referred_50"] == pytest.approx(half)
     tied = torch.tensor([1.0, 1.0, 2.0])
     assert metrics.concordance(tied, torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, math.inf, 3.0])) == 0.5
 
@@ -439,7 +439,7 @@ def test_a_table_of_times(tmp_path: Path) -> None:
     assert posterior.likelihood.attributes()["family"] == "log_normal"
     prediction = uq.wrap(network, posterior)(x[:60].float())
     quality = said["quality"]["kfac, linearized"]
-    assert quality["NLL"] == pytest.approx(-float(prediction.log_prob(right[:60].float()).mean()), rel=1e-4)
+    assert quality["nll"] == pytest.approx(-float(prediction.log_prob(right[:60].float()).mean()), rel=1e-4)
     assert quality["concordance"] == pytest.approx(prediction.quality(right[:60].float())["concordance"])
     run("predict", tmp_path / "p.h5", tmp_path / "t.csv", *model, "--level 0.8 -o", tmp_path / "out.csv")
     header, first = (tmp_path / "out.csv").read_text().splitlines()[:2]

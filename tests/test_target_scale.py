@@ -97,7 +97,7 @@ def test_what_follows_a_fit_is_in_the_targets_units(tmp_path: Path) -> None:
             torch.testing.assert_close(bound, own_units(expected))
     found = uq.evaluate(made[1], in_batches(own_units(targets), x), progress=False)
     error = (made[1](x).mean - own_units(targets)).square().mean().sqrt()
-    assert found.metrics[found.names[0]]["RMSE"] == pytest.approx(float(error))
+    assert found.metrics[found.names[0]]["rmse"] == pytest.approx(float(error))
 
 
 def test_mean_and_deviation_of_the_training_data() -> None:

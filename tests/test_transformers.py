@@ -429,7 +429,7 @@ def test_an_encoder_decoder_fits_from_inputs_and_labels(make: Callable[[], Any])
     measured = uq.evaluate(predictors, [batch], progress=False).metrics
     trials = tuned.history.trials
     assert trials is not None and trials.chosen is not None
-    assert measured["posterior"]["NLL"] == pytest.approx(trials.chosen.objective, rel=1e-4)
+    assert measured["posterior"]["nll"] == pytest.approx(trials.chosen.objective, rel=1e-4)
 
 
 def test_an_encoder_decoder_without_labels_says_what_its_decoder_lacks() -> None:

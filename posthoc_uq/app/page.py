@@ -26,7 +26,7 @@ from posthoc_uq.evaluation.measurements import (
     column_decimals,
     meanings,
     measure_of,
-    words,
+    title_of,
 )
 from posthoc_uq.evaluation.promised import possible_level, promised_curve
 from posthoc_uq.likelihoods.maps import MapPrediction
@@ -87,7 +87,7 @@ def _risk(evaluation: Measurements) -> dict[str, Figure]:
     """The risk by the default score, of the rows where that varies."""
     score = evaluation.default_score
     referred = {
-        f"{name}, {words(score)}": (by_set[FAMILIAR], evaluation.targets)
+        f"{name}, {title_of(score)}": (by_set[FAMILIAR], evaluation.targets)
         for name, by_set in evaluation.predictions.items()
         if score in evaluation.selective[name]
     }
@@ -100,7 +100,7 @@ def _panels(evaluation: Measurements) -> dict[str, tuple[dict[str, Tensor], bool
     for name, by_set in evaluation.predictions.items() if evaluation.foreign_names else ():
         for score in plots.histogram_scores(by_set[FAMILIAR]):
             sets = {data: prediction.scores()[score] for data, prediction in by_set.items()}
-            panels[f"{words(score)}, {name}"] = sets, plots.is_logarithmic(score)
+            panels[f"{title_of(score)}, {name}"] = sets, plots.is_logarithmic(score)
     return panels
 
 
@@ -269,8 +269,9 @@ def _folded(summary: str, part: str) -> str:
 
 def _headline(evaluation: Measurements) -> set[str]:
     """The scores that are shown at once; the others are folded."""
-    joint = {" and ".join(names) for names in evaluation.joint}
-    return {evaluation.default_score, "novelty", "epistemic_variance", *joint}
+    joint = {"_and_".join(names) for names in evaluation.joint}
+    of_values = () if evaluation.classification else ("epistemic_variance",)
+    return {evaluation.default_score, "novelty", *of_values, *joint}
 
 
 def _tables(evaluation: Measurements, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -303,11 +304,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     def cell(row: int, column: int) -> str:
         text = columns[column][row]
         classes = ["n" if numeric[column] else "t", *(["best"] if row in best[column] else [])]
-        return f'<td class="{" ".join(classes)}">{escape(words(text) if column == scores else text)}</td>'
+        return f'<td class="{" ".join(classes)}">{escape(title_of(text) if column == scores else text)}</td>'
 
     right_aligned = ' class="n"'
     head = "".join(
-        f"<th{right_aligned if right else ''}>{escape(words(name))}</th>"
+        f"<th{right_aligned if right else ''}>{escape(title_of(name))}</th>"
         for name, right in zip(header, numeric, strict=True)
     )
     body = "".join(
@@ -334,7 +335,7 @@ def _pictures(evaluation: Measurements, figures: Mapping[str, Figure]) -> str:
     drawn = {name: _picture(figure, name) for name, figure in figures.items()}
     if len(drawn) == 1:
         return "".join(drawn.values())
-    starts = tuple(f"{words(score)}, " for score in _headline(evaluation))
+    starts = tuple(f"{title_of(score)}, " for score in _headline(evaluation))
     first = {name: picture for name, picture in drawn.items() if name.startswith(starts)} or drawn
     others = [picture for name, picture in drawn.items() if name not in first]
     charts = f'<div class="charts">{"".join(first.values())}</div>'
@@ -368,7 +369,7 @@ def _gallery(evaluation: Measurements, name: str, examples: Sequence[Example]) -
     first, others = (
         f'<div class="gallery">{"".join(part)}</div>' for part in (cards[:_MAX_SHOWN], cards[_MAX_SHOWN:])
     )
-    score, row = words(evaluation.default_score), evaluation.names[-1]
+    score, row = title_of(evaluation.default_score), evaluation.names[-1]
     which = {
         "most uncertain": f"Test inputs with the largest {score}",
         "surest mistakes": f"Wrong predictions on test inputs, those with the smallest {score} first",
@@ -386,9 +387,9 @@ def _card(evaluation: Measurements, example: Example, reasons: Mapping[str, Tens
     lines = [f"<b>{named(example.predicted)}</b> {example.probability:.2f}"]
     if example.label is not None and example.label != example.predicted:
         lines.append(f'<span class="wrong">is {named(example.label)}</span>')
-    score = words(evaluation.default_score)
+    score = title_of(evaluation.default_score)
     lines.append(f'<span class="dim">{escape(score)} {example.score:.3g}, input {example.index}</span>')
-    referring = [words(name) for name, flags in reasons.items() if bool(flags[example.index])]
+    referring = [title_of(name) for name, flags in reasons.items() if bool(flags[example.index])]
     if referring:
         lines.append(f"referred by {escape(' and '.join(referring))}")
     picture = _image(evaluation, example)

@@ -37,7 +37,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.groups import GroupedCoverage, wilson
-from posthoc_uq.evaluation.measurements import FAMILIAR, varies, words
+from posthoc_uq.evaluation.measurements import FAMILIAR, title_of, varies
 from posthoc_uq.evaluation.promised import coverage_by_group, coverages
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
@@ -379,7 +379,7 @@ def score_histograms(
         )
         chosen = scores if scores is not None else histogram_scores(familiar)
         for score in chosen:
-            title = ", ".join(filter(None, (words(score), name)))
+            title = ", ".join(filter(None, (title_of(score), name)))
             panels[title] = {data: score_of(each, score) for data, each in sets.items()}
             log += [title] if is_logarithmic(score) else []
     return histogram_panels(panels, bins=bins, log=log)
@@ -494,7 +494,7 @@ def _scored(
         for each in chosen if several else [chosen]:
             named = isinstance(each, str)
             values = score_of(prediction, each) if named else each(prediction)
-            title = words(each) if named else getattr(each, "__name__", "score")
+            title = title_of(each) if named else getattr(each, "__name__", "score")
             shown = [name, title] if several or not name else [name]
             yield ", ".join(filter(None, shown)), values, prediction, targets
 

@@ -8,6 +8,7 @@ from typing import Any
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.evaluate import Evaluation, JointEvaluation, evaluate
 from posthoc_uq.evaluation.groups import CoverageGroup, ExcessRisk, GroupedCoverage
+from posthoc_uq.evaluation.measurements import title_of
 
 __all__ = [
     "CoverageGroup",
@@ -17,6 +18,7 @@ __all__ = [
     "JointEvaluation",
     "evaluate",
     "metrics",
+    "title_of",
 ]
 
 

@@ -48,6 +48,7 @@ from posthoc_uq.evaluation.measurements import (
     ReportTable,
     column_decimals,
     column_meanings,
+    title_of,
 )
 from posthoc_uq.files.atomic import write
 from posthoc_uq.heads.ensemble import EnsemblePredictor
@@ -72,7 +73,9 @@ class Evaluation(Measurements):
         for title, (header, rows) in self.tables().items():
             lines = [line for line in column_meanings(header) if line not in said]
             said |= {*lines}
-            table = text_table(header, rows, digits=column_decimals(header, rows), indent="  ")
+            table = text_table(
+                [*map(title_of, header)], rows, digits=column_decimals(header, rows), indent="  "
+            )
             parts.append("\n".join([f"{title}\n\n{table}", *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
@@ -129,8 +132,8 @@ class Evaluation(Measurements):
             "inputs": {data: len(p) for data, p in next(iter(self.predictions.values())).items()},
             "quality": self.metrics,
             "promised": self.promised,
-            "promised by class": self.promised_by_class,
-            "coverage by group": {row: found.to_dict() for row, found in self.coverage_by_group.items()},
+            "promised_by_class": self.promised_by_class,
+            "coverage_by_group": {row: found.to_dict() for row, found in self.coverage_by_group.items()},
             "selective": self.selective,
             "foreign": self.foreign,
             "thresholds": thresholds,

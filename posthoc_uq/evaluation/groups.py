@@ -48,7 +48,7 @@ class CoverageGroup(NamedTuple):
     """Coverage of a group of test inputs.
 
     Attributes:
-        by: what the group is of: a score, ``"class"``, ``"set size"``, ...
+        by: what the group is of: a score, ``"class"``, ``"set_size"``, ...
         name: its values in words, ``"0.31 to 0.55"``.
         inputs: how many there are; of several labels, how many labels that apply.
         coverage: share of right answers inside.
@@ -87,7 +87,7 @@ class GroupedCoverage:
         """As plain values."""
         missing = None if self.missing is None else self.missing._asdict() | {"fails": self.missing.fails}
         groups = [group._asdict() for group in self.groups]
-        return {"level": self.level, "ERT": missing, "groups": groups}
+        return {"level": self.level, "ert": missing, "groups": groups}
 
 
 MIN_INPUTS = 50

@@ -19,6 +19,7 @@ from posthoc_uq.evaluation.groups import GroupedCoverage
 from posthoc_uq.evaluation.promised import (
     ERT,
     ERT_ERROR,
+    OBSERVED,
     coverage_by_group,
     coverages,
     promised,
@@ -54,123 +55,170 @@ SCORE_USES = {
     "standard_deviation": "a large error is likely",
     "epistemic_variance": "more labels would help",
 }
-"""What each score is for, in the words of a table's column ``"large where"``: of all of them large values are bad."""
+"""What each score is for, in the words of a table's column ``"large_where"``: of all of them large values are bad."""
 
 
 class Measure(NamedTuple):
-    """What a measure means, and whether larger values are better; None where neither larger nor smaller ones are."""
+    """How a measure is printed, what it means, and whether larger values are better; None where neither larger nor
+    smaller ones are.
+    """
 
+    title: str
     meaning: str
     larger_is_better: bool | None
 
 
-OBSERVED = "observed coverage"
 MEASURES = {
-    "accuracy": Measure("Share of predictions that are right.", True),
-    "top-5 accuracy": Measure("Share of inputs whose right class is among the five most probable.", True),
-    "NLL": Measure(
+    "accuracy": Measure("accuracy", "Share of predictions that are right.", True),
+    "top5_accuracy": Measure(
+        "top-5 accuracy", "Share of inputs whose right class is among the five most probable.", True
+    ),
+    "nll": Measure(
+        "NLL",
         "Mean of the negative log probability (or density) of the right answer. Smaller is better; it "
         "punishes confident mistakes.",
         False,
     ),
-    "Brier": Measure(
+    "brier": Measure(
+        "Brier",
         "Squared distance between the probabilities and the right answer. Smaller is better.",
         False,
     ),
-    "ECE": Measure(
+    "ece": Measure(
+        "ECE",
         "Expected calibration error: mean gap between how sure the predictions are and how often they are"
         " right. Smaller is better.",
         False,
     ),
-    "ECE (equal mass)": Measure("The same, in groups of equally many predictions.", False),
-    "classwise ECE": Measure("The same for the probability of each class, and then their mean.", False),
-    "mean entropy": Measure(
+    "ece_equal_mass": Measure("ECE (equal mass)", "The same, in groups of equally many predictions.", False),
+    "ece_classwise": Measure(
+        "classwise ECE", "The same for the probability of each class, and then their mean.", False
+    ),
+    "mean_entropy": Measure(
+        "mean entropy",
         "How undecided the predictions are on average, in nats. Neither large nor small is better.",
         None,
     ),
-    "RMSE": Measure("Root of the mean squared error, in the target's units. Smaller is better.", False),
-    "log density": Measure(
+    "rmse": Measure(
+        "RMSE", "Root of the mean squared error, in the target's units. Smaller is better.", False
+    ),
+    "log_density": Measure(
+        "log density",
         "Mean log density that the prediction gives to the target. Larger is better.",
         True,
     ),
-    "pinball loss": Measure(
+    "pinball_loss": Measure(
+        "pinball loss",
         "Loss of predicted quantiles, mean over their levels, in the target's units. Smaller is better.",
         False,
     ),
-    "CRPS": Measure(
+    "crps": Measure(
+        "CRPS",
         "Mean distance of the predicted distribution from the target, in its units. Smaller is better.",
         False,
     ),
     "coverage": Measure(
+        "coverage",
         "Share of targets inside the central intervals of a level. Best where it is the level itself.",
         None,
     ),
-    "sharpness": Measure("Mean width of those intervals, in the target's units.", None),
+    "sharpness": Measure("sharpness", "Mean width of those intervals, in the target's units.", None),
     OBSERVED: Measure(
+        "observed coverage",
         "Share of right answers inside promised sets or intervals. On average at least the level.",
         None,
     ),
     ERT: Measure(
+        "ERT",
         "Excess risk of the target coverage: by how much, at least, right answers are inside less often than promised "
         "where inputs look alike by their scores, sizes and predictions, mean over all inputs. About 0 where the "
         "promise holds everywhere; it fails for some inputs where this is more than two standard errors above 0.",
         False,
     ),
-    ERT_ERROR: Measure("How far off by chance that is.", None),
-    "at least": Measure("The lower end of the 95 % interval of a coverage, given so few inputs.", None),
-    "at most": Measure("The upper end. Where it is below the level, the group is covered too little.", None),
-    "set size": Measure("Mean number of classes in those sets.", None),
-    "interval width": Measure("Mean width of those intervals, in the target's units.", None),
-    "mean deviance": Measure(
+    ERT_ERROR: Measure("ERT standard error", "How far off by chance that is.", None),
+    "at_least": Measure(
+        "at least", "The lower end of the 95 % interval of a coverage, given so few inputs.", None
+    ),
+    "at_most": Measure(
+        "at most", "The upper end. Where it is below the level, the group is covered too little.", None
+    ),
+    "set_size": Measure("set size", "Mean number of classes in those sets.", None),
+    "interval_width": Measure(
+        "interval width", "Mean width of those intervals, in the target's units.", None
+    ),
+    "mean_deviance": Measure(
+        "mean deviance",
         "Mean deviance of a target from its predicted mean. Smaller is better; 0 is perfect.",
         False,
     ),
-    "mAP": Measure(
+    "mean_average_precision": Measure(
+        "mAP",
         "Average precision of finding a label's inputs, mean over labels. Larger is better.",
         True,
     ),
-    "F1 (macro)": Measure("Balance of precision and recall, mean over labels. Larger is better.", True),
-    "F1 (micro)": Measure("The same over all labels together.", True),
-    "Hamming loss": Measure("Share of labels that are decided wrongly.", False),
-    "RPS": Measure(
+    "f1_macro": Measure(
+        "F1 (macro)", "Balance of precision and recall, mean over labels. Larger is better.", True
+    ),
+    "f1_micro": Measure("F1 (micro)", "The same over all labels together.", True),
+    "hamming_loss": Measure("Hamming loss", "Share of labels that are decided wrongly.", False),
+    "rps": Measure(
+        "RPS",
         "Squared distance between the cumulative probabilities of ordered classes and the right answer. "
         "Smaller is better.",
         False,
     ),
-    "MAE": Measure(
+    "mae": Measure(
+        "MAE",
         "Mean distance of the median class from the right one, in classes. Smaller is better.",
         False,
     ),
-    "quadratic kappa": Measure(
+    "quadratic_kappa": Measure(
+        "quadratic kappa",
         "Agreement with the right classes beyond chance; far misses count more. 1 is perfect.",
         True,
     ),
-    "AUROC": Measure(
+    "auroc": Measure(
+        "AUROC",
         "How often a foreign input has a larger score than a familiar one: 1 is perfect, 0.5 is chance.",
         True,
     ),
-    "AUPR": Measure("Mean precision of finding the foreign inputs by the score. Larger is better.", True),
-    "FPR95": Measure(
+    "aupr": Measure(
+        "AUPR", "Mean precision of finding the foreign inputs by the score. Larger is better.", True
+    ),
+    "fpr95": Measure(
+        "FPR95",
         "Share of the familiar inputs that are flagged when 95 % of the foreign ones are. Smaller is better.",
         False,
     ),
-    "AURC": Measure(
+    "aurc": Measure(
+        "AURC",
         "Mean loss over all shares of inputs that could be kept (area under the risk-coverage curve). "
         "Smaller is better.",
         False,
     ),
-    "AUC": Measure("Area under the ROC curve of the two classes. Larger is better.", True),
+    "auc": Measure("AUC", "Area under the ROC curve of the two classes. Larger is better.", True),
+    "concordance": Measure(
+        "concordance", "Share of pairs of inputs whose order of events is predicted.", True
+    ),
 }
-_LEVEL_IN_NAME = re.compile(r" of \d+ %$")
-_REFERRED = re.compile(r"^(.+) at ([\d.e-]+)$")
+"""By name, without a level or a share of referred inputs."""
+_AT_LEVEL = re.compile(r"^(.+?)_(\d+(?:_\d+)?)$")
+_REFERRED = re.compile(r"^(.+)_referred_(\d+(?:_\d+)?)$")
 
 
-def words(name: str) -> str:
-    """A score's or measure's name as it is written for people: ``"RMSE at 0.05"`` is the RMSE with 5 % referred."""
-    found = _REFERRED.match(name)
-    if found:
-        return f"{found[1]}, {100 * float(found[2]):.4g} % referred"
-    return name.replace("_", " ")
+def title_of(name: str) -> str:
+    """A score's or measure's name as it is printed: of ``"rmse_referred_5"`` ``"RMSE, 5 % referred"``."""
+    if found := _REFERRED.match(name):
+        return f"{title_of(found[1])}, {_number(found[2])} % referred"
+    if (found := _AT_LEVEL.match(name)) and found[1] in MEASURES:
+        return f"{title_of(found[1])} of {_number(found[2])} %"
+    if name.endswith(_OF_REST):
+        return f"{title_of(name.removesuffix(_OF_REST))} of the rest"
+    return MEASURES[name].title if name in MEASURES else name.replace("_", " ")
+
+
+def _number(digits: str) -> str:
+    return digits.replace("_", ".")
 
 
 def measure_of(name: str) -> Measure | None:
@@ -181,12 +229,14 @@ def measure_of(name: str) -> Measure | None:
 def meanings(names: Iterable[str]) -> dict[str, str]:
     """By name as it is written, without levels and shares, what it means; names that are not known are left out."""
     known = SCORE_MEANINGS | {name: measure.meaning for name, measure in MEASURES.items()}
-    return {words(name): known[name] for name in map(_plain, names) if name in known}
+    return {title_of(name): known[name] for name in map(_plain, names) if name in known}
 
 
 def _plain(name: str) -> str:
-    referred = _REFERRED.match(name)
-    return _LEVEL_IN_NAME.sub("", referred[1] if referred else name)
+    if found := _REFERRED.match(name):
+        return found[1]
+    found = _AT_LEVEL.match(name)
+    return found[1] if found and found[1] in MEASURES else name
 
 
 def foreignness(
@@ -197,14 +247,14 @@ def foreignness(
     for names in joint:
         if all(name in inside and name in outside for name in names):
             familiar_group = {name: inside[name] for name in names}
-            title = " and ".join(names)
+            title = "_and_".join(names)
             inside[title] = metrics.joint_tail(familiar_group, familiar_group)
             outside[title] = metrics.joint_tail(familiar_group, {name: outside[name] for name in names})
     return {
         name: {
-            "AUROC": metrics.ood_auroc(inside[name], outside[name]),
-            "AUPR": metrics.ood_aupr(inside[name], outside[name]),
-            "FPR95": metrics.ood_fpr(inside[name], outside[name]),
+            "auroc": metrics.ood_auroc(inside[name], outside[name]),
+            "aupr": metrics.ood_aupr(inside[name], outside[name]),
+            "fpr95": metrics.ood_fpr(inside[name], outside[name]),
         }
         for name in inside
         if name in outside and varies(inside[name], outside[name])
@@ -218,7 +268,7 @@ def _selection(
     losses = prediction.losses(targets)
     return {
         name: {
-            "AURC": metrics.risk_coverage(scores, losses).area,
+            "aurc": metrics.risk_coverage(scores, losses).area,
             **prediction.retained_quality(scores, targets, rates),
         }
         for name, scores in prediction.scores().items()
@@ -258,7 +308,8 @@ class Example:
 _MAX_CLASSES, _MAX_GROUPS = 10, 6  # in a table
 _OF_OTHERS = ("novelty", "epistemic_variance")
 """Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
-LARGE_WHERE = "large where"
+LARGE_WHERE = "large_where"
+_OF_REST = "_of_rest"
 ReportTable = tuple[list[str], list[list[Any]]]
 """A header and rows of cells."""
 
@@ -440,19 +491,21 @@ class Measurements:
         for row in self.names:
             for data, reasons in self.referral_reasons(row).items():
                 flags = torch.stack(list(reasons.values())).any(dim=0)
-                shares = {f"by {score}": float(f.double().mean()) for score, f in reasons.items()}
+                shares = {f"by_{score}": float(f.double().mean()) for score, f in reasons.items()}
                 found.append({"model": row, "data": data, "referred": float(flags.double().mean()), **shares})
                 if data == FAMILIAR:
                     prediction, losses = self._test(row), self.losses(row)
                     if not bool(flags.all()):
                         rest = prediction.shown_loss(float(losses[~flags].mean()))
-                        found[-1][f"{prediction.loss_name} of the rest"] = rest
+                        found[-1][f"{prediction.loss_name}{_OF_REST}"] = rest
                     if prediction.loss_name == "accuracy" and bool((losses > 0).any()):
-                        found[-1]["mistakes referred"] = float(losses[flags].sum() / losses.sum())
+                        found[-1]["mistakes_referred"] = float(losses[flags].sum() / losses.sum())
         return found
 
     def tables(self) -> dict[str, ReportTable]:
-        """By title, a header and rows of cells: quality, promises, foreign data, selective prediction, referral."""
+        """By title, a header of names (`title_of` prints them) and rows of cells: quality, promises, foreign data,
+        selective prediction, referral.
+        """
         columns = _distinct(measure for values in self.metrics.values() for measure in values)
         quality = [
             [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
@@ -467,7 +520,7 @@ class Measurements:
                 for score, values in self.foreign[name][data].items()
             ]
             by_title[f"Telling {data} from the test inputs"] = (
-                ["model", "score", LARGE_WHERE, "AUROC", "AUPR", "FPR95"],
+                ["model", "score", LARGE_WHERE, "auroc", "aupr", "fpr95"],
                 rows,
             )
         by_title["Promised sets and intervals"] = _table(
@@ -487,11 +540,11 @@ class Measurements:
 
     def _groups_table(self) -> ReportTable:
         rows: list[list[Any]] = [
-            [row, f"{100 * found.level:g} %", f"{words(by)} {name}", inputs, coverage, low, high]
+            [row, f"{100 * found.level:g} %", f"{title_of(by)} {name}", inputs, coverage, low, high]
             for row, found in self.coverage_by_group.items()
             for by, name, inputs, coverage, low, high in found.least_covered(_MAX_GROUPS)
         ]
-        return ["model", "level", "group", "inputs", OBSERVED, "at least", "at most"], rows
+        return ["model", "level", "group", "inputs", OBSERVED, "at_least", "at_most"], rows
 
     def _by_scores_of_errors(self) -> dict[str, dict[str, dict[str, float]]]:
         """`selective` without the scores that do not tell where errors are, unless one was asked for."""
@@ -547,10 +600,10 @@ def _least_covered(by_class: Mapping[str, Mapping[str, float]]) -> dict[str, Map
 
 def column_meanings(header: Sequence[str]) -> list[str]:
     """What the columns of promises mean, a line each."""
-    known = dict.fromkeys(column.partition(" of ")[0] for column in header)
+    known = {*map(_plain, header)}
     return [
-        f"{name}: {MEASURES[name].meaning}"
-        for name in (OBSERVED, ERT, "at least", "at most")
+        f"{MEASURES[name].title}: {MEASURES[name].meaning}"
+        for name in (OBSERVED, ERT, "at_least", "at_most")
         if name in known
     ]
 

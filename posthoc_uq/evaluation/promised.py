@@ -16,13 +16,13 @@ from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import INTERVAL_WIDTH, ConformalScores, Coverage
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.metrics import CoverageCurve
-from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.likelihoods.prediction import Prediction, with_percent
 
 LEVELS = (0.8, 0.9, 0.95)
 """That are reported."""
 _GROUPED_LEVEL = 0.9  # or the highest below it, of coverage by groups
 _DRAWN_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-ERT, ERT_ERROR = "ERT", "ERT standard error"
+OBSERVED, ERT, ERT_ERROR = "observed_coverage", "ert", "ert_error"
 
 
 def _possible(prediction: Prediction, levels: Sequence[float]) -> list[float]:
@@ -51,8 +51,8 @@ def promised(found: Mapping[float, Coverage], grouped: GroupedCoverage | None) -
     """Coverage and mean size by level, each under its name, and how much coverage some inputs miss."""
     measures = _named(found, slice(None))
     if grouped is not None and grouped.missing is not None:
-        percent = f"of {100 * grouped.level:g} %"
-        measures[f"{ERT} {percent}"], measures[f"{ERT_ERROR} {percent}"] = grouped.missing
+        names = (with_percent(name, grouped.level) for name in (ERT, ERT_ERROR))
+        measures |= dict(zip(names, grouped.missing, strict=True))
     return measures
 
 
@@ -67,9 +67,8 @@ def promised_by_class(found: Mapping[float, Coverage]) -> dict[int, dict[str, fl
 def _named(found: Mapping[float, Coverage], counted: Tensor | slice) -> dict[str, float]:
     measures: dict[str, float] = {}
     for level, kept in found.items():
-        percent = f"of {100 * level:g} %"
-        measures[f"observed coverage {percent}"] = float(kept.covered[counted].mean())
-        measures[f"{kept.unit} {percent}"] = float(kept.sizes[counted].mean())
+        measures[with_percent(OBSERVED, level)] = float(kept.covered[counted].mean())
+        measures[with_percent(kept.unit, level)] = float(kept.sizes[counted].mean())
     return measures
 
 
@@ -122,7 +121,7 @@ def _known_before(prediction: Prediction, kept: Coverage) -> dict[str, Tensor]:
     if sized:
         known[kept.unit] = kept.sizes
     if isinstance(prediction, RegressionPrediction) and prediction.mean[0].numel() == 1:
-        known["predicted value"] = as_double(prediction.mean).cpu().flatten()[kept.inputs]
+        known["predicted_value"] = as_double(prediction.mean).cpu().flatten()[kept.inputs]
     return {name: values for name, values in known.items() if bool((values != values[0]).any())}
 
 

@@ -229,7 +229,7 @@ class MultilabelPrediction(LogitsPrediction):
     """
 
     kind: ClassVar[str] = "labels"
-    loss_name: ClassVar[str] = "Hamming loss"
+    loss_name: ClassVar[str] = "hamming_loss"
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {
         **LogitsPrediction._computed,
         "label_entropy": (),
@@ -378,14 +378,14 @@ class MultilabelPrediction(LogitsPrediction):
         squares = (as_double(self.probs) - as_double(targets.to(self.probs.device))).square()
         wrong = self.predicted() != labels.to(self.probs.device)
         return {
-            "mAP": metrics.mean_average_precision(self.probs, labels, there),
-            "F1 (macro)": metrics.f1_score(self.probs, labels, "macro", there),
-            "F1 (micro)": metrics.f1_score(self.probs, labels, "micro", there),
-            "Hamming loss": float(as_double(wrong[known]).mean()),
-            "NLL": -float(as_double(self.log_prob(targets)).mean()),
-            "Brier": float(squares[known].mean()),
-            "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins, there),
-            "mean entropy": float(as_double(self.entropy()).mean()),
+            "mean_average_precision": metrics.mean_average_precision(self.probs, labels, there),
+            "f1_macro": metrics.f1_score(self.probs, labels, "macro", there),
+            "f1_micro": metrics.f1_score(self.probs, labels, "micro", there),
+            "hamming_loss": float(as_double(wrong[known]).mean()),
+            "nll": -float(as_double(self.log_prob(targets)).mean()),
+            "brier": float(squares[known].mean()),
+            "ece": metrics.multilabel_calibration_error(self.probs, targets, bins, there),
+            "mean_entropy": float(as_double(self.entropy()).mean()),
         }
 
     def losses(self, targets: Tensor) -> Tensor:

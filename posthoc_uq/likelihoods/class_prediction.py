@@ -48,7 +48,13 @@ from posthoc_uq.likelihoods.labels import (
 )
 from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
 from posthoc_uq.likelihoods.logits import votes as votes_of
-from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction, ScoresWhenRead
+from posthoc_uq.likelihoods.prediction import (
+    ClassTensors,
+    OnDemand,
+    Prediction,
+    ScoresWhenRead,
+    with_percent,
+)
 
 
 def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -561,16 +567,14 @@ class ClassPrediction(LogitsPrediction):
         probs, labels = self.probs, self.labels(targets)
         measures = {"accuracy": metrics.accuracy(probs, labels)}
         if probs.shape[1] > 5:
-            measures["top-5 accuracy"] = metrics.top_k_accuracy(probs, labels, 5)
+            measures["top5_accuracy"] = metrics.top_k_accuracy(probs, labels, 5)
         return measures | {
-            "NLL": -float(as_double(self.log_prob(targets)).mean()),
-            "Brier": metrics.brier_score(probs, targets),
-            "ECE": metrics.expected_calibration_error(probs, targets, bins),
-            "ECE (equal mass)": metrics.expected_calibration_error(
-                probs, targets, bins, binning="equal_mass"
-            ),
-            "classwise ECE": metrics.classwise_calibration_error(probs, targets, bins),
-            "mean entropy": float(as_double(self.entropy()).mean()),
+            "nll": -float(as_double(self.log_prob(targets)).mean()),
+            "brier": metrics.brier_score(probs, targets),
+            "ece": metrics.expected_calibration_error(probs, targets, bins),
+            "ece_equal_mass": metrics.expected_calibration_error(probs, targets, bins, binning="equal_mass"),
+            "ece_classwise": metrics.classwise_calibration_error(probs, targets, bins),
+            "mean_entropy": float(as_double(self.entropy()).mean()),
         }
 
     def losses(self, targets: Tensor) -> Tensor:
@@ -582,7 +586,9 @@ class ClassPrediction(LogitsPrediction):
         measures = super().retained_quality(scores, targets, rates)
         if self.classes == 2:
             areas = selective.selective_auc(scores, self.probs, self.labels(targets), rates)
-            measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
+            measures |= {
+                with_percent("auc_referred", rate): float(a) for rate, a in zip(rates, areas, strict=True)
+            }
         return measures
 
 

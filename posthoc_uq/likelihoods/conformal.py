@@ -94,7 +94,7 @@ def without_by_class(call: Callable[Parameters, Result]) -> Callable[Parameters,
     return reads
 
 
-SET_SIZE, INTERVAL_WIDTH = "set size", "interval width"
+SET_SIZE, INTERVAL_WIDTH = "set_size", "interval_width"
 
 
 class Coverage(NamedTuple):

@@ -105,7 +105,7 @@ class LogMean(Channelled, ABC):
         deviance = tweedie_deviance_score(
             as_double(mean).flatten(), as_double(targets).flatten(), power=power
         )
-        return {"mean deviance": float(deviance)}
+        return {"mean_deviance": float(deviance)}
 
     def divergence_of_rows(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
         """By drawn targets; the mean over outputs."""
@@ -257,7 +257,7 @@ class NegativeBinomial(LogMean):
         mean, counts, alpha = as_double(mean).flatten(), as_double(targets).flatten(), self.dispersion
         first = torch.special.xlogy(counts, counts / mean)
         second = (counts + 1 / alpha) * (torch.log1p(alpha * counts) - torch.log1p(alpha * mean))
-        return {"mean deviance": float(2 * (first - second).mean())}
+        return {"mean_deviance": float(2 * (first - second).mean())}
 
 
 ShapeParameter = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]

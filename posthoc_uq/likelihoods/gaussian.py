@@ -544,7 +544,7 @@ class RegressionPrediction(Prediction):
 
     kind: ClassVar[str] = "values"
     default_score: ClassVar[str] = "standard_deviation"
-    loss_name: ClassVar[str] = "RMSE"
+    loss_name: ClassVar[str] = "rmse"
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {"variance": ()}
 
     mean: Annotated[Tensor, "batch *outputs"]
@@ -724,13 +724,13 @@ class RegressionPrediction(Prediction):
         """
         if (there := self.there(targets)) is not None and not bool(there.all()):
             measures = self._flat(there).quality(targets[there], bins)
-            if "log density" in measures:  # a sum over an input's targets
-                measures["log density"] = float(as_double(self.log_prob(targets)).mean())
+            if "log_density" in measures:  # a sum over an input's targets
+                measures["log_density"] = float(as_double(self.log_prob(targets)).mean())
             return measures
-        measures = {"RMSE": metrics.rmse(self.mean, targets)}
+        measures = {"rmse": metrics.rmse(self.mean, targets)}
         if bool((self.variance > 0).all()):
-            measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
-            measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
+            measures["log_density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
+            measures["crps"] = metrics.crps_gaussian(self.mean, self.variance, targets)
             measures |= interval_quality(self._own_interval, targets)
         return measures
 

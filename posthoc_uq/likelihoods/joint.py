@@ -628,7 +628,7 @@ class JointPrediction(Prediction):
 
     kind: ClassVar[str] = "heads"
     default_score: ClassVar[str] = "epistemic_variance"
-    loss_name: ClassVar[str] = "NLL"
+    loss_name: ClassVar[str] = "nll"
     _hidden: ClassVar[tuple[str, ...]] = ("batch_of", "likelihood", "parts", "split_targets")
 
     parts: dict[str, Any]
@@ -787,7 +787,7 @@ class JointPrediction(Prediction):
     def quality(self, targets: Any, bins: int = 15) -> dict[str, float]:
         own = self.split_targets(targets)
         return {
-            f"{name} {measure}": value
+            f"{name}_{measure}": value
             for name, part in self.parts.items()
             for measure, value in part.quality(own[name], bins).items()
         }

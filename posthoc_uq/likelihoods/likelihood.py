@@ -985,8 +985,8 @@ class DrawnPrediction(Prediction):
             mean = cast(Tensor, self.mean)
             if (there := self.there(values)) is not None:
                 mean, values = mean[there], values[there]
-            measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
-        measures["NLL"] = -float(as_double(self.log_prob(targets)).mean())
+            measures |= {"rmse": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
+        measures["nll"] = -float(as_double(self.log_prob(targets)).mean())
         if self.likelihood.defines("draw"):
             drawn = min(_MIN_OBSERVATIONS, max(_MIN_COUNTED, _MAX_COUNTED // max(1, len(self))))
             bounds = self._intervals(LEVELS, drawn)
@@ -1016,7 +1016,7 @@ class DrawnPrediction(Prediction):
     @property
     def loss_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What `losses` are."""
-        return "NLL" if self.mean is None else "RMSE"
+        return "nll" if self.mean is None else "rmse"
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """Root mean squared errors; without a mean of the targets' shape negative log-likelihoods."""

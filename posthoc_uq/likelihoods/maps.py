@@ -62,7 +62,7 @@ class MapPrediction(AtPositions):
     """
 
     default_score: ClassVar[str] = "standard_deviation"
-    loss_name: ClassVar[str] = "RMSE"
+    loss_name: ClassVar[str] = "rmse"
     _hidden: ClassVar[tuple[str, ...]] = ("classes", "means_by_input")
 
     mean = _in_layout("mean")
@@ -267,7 +267,7 @@ class LabelMapPrediction(AtPositions):
     """
 
     default_score: ClassVar[str] = "entropy"
-    loss_name: ClassVar[str] = "Hamming loss"
+    loss_name: ClassVar[str] = "hamming_loss"
 
     probs = _in_layout("probs")
     logits_mean = _in_layout("logits_mean")

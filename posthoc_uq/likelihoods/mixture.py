@@ -221,10 +221,10 @@ class GaussianMixturePrediction(RegressionPrediction):
         """See `RegressionPrediction`."""
         if (there := self.there(targets)) is not None and not bool(there.all()):
             return super().quality(targets, bins)
-        measures = {"RMSE": metrics.rmse(self.mean, targets)}
+        measures = {"rmse": metrics.rmse(self.mean, targets)}
         if bool((self.deviations > 0).all()):
-            measures["log density"] = float(as_double(self.log_prob(targets)).mean())
-            measures["CRPS"] = self._crps(targets)
+            measures["log_density"] = float(as_double(self.log_prob(targets)).mean())
+            measures["crps"] = self._crps(targets)
             measures |= interval_quality(self._own_interval, targets)
         return measures
 

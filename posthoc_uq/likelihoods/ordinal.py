@@ -277,7 +277,7 @@ class OrdinalPrediction(ClassPrediction):
         Cohen's kappa with quadratic weights.
         """
         return super().quality(targets, bins) | {
-            "RPS": metrics.ranked_probability_score(self.probs, targets),
-            "MAE": float(as_double((self.quantile(0.5) - targets.to(self.probs.device)).abs()).mean()),
-            "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
+            "rps": metrics.ranked_probability_score(self.probs, targets),
+            "mae": float(as_double((self.quantile(0.5) - targets.to(self.probs.device)).abs()).mean()),
+            "quadratic_kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
         }

@@ -134,7 +134,7 @@ class Prediction(ABC):
     Attributes:
         kind: ``"classes"``, ``"labels"``, ``"positions"``, ``"values"`` or ``"draws"``.
         default_score: the name of the score used where none is named.
-        loss_name: what the mean of `losses` is called; of ``"RMSE"`` its root is shown, of ``"accuracy"`` 1 less it.
+        loss_name: what the mean of `losses` is called; of ``"rmse"`` its root is shown, of ``"accuracy"`` 1 less it.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; with positions also
             (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from. Of a
             predictor's call it is computed when it is first read: until then the prediction holds the inputs of the
@@ -450,12 +450,14 @@ class Prediction(ABC):
         """
         risk, measures = selective.risk_coverage(scores, self.losses(targets)).risk, dict[str, float]()
         for rate, count in zip(rates, selective.retained(rates, len(risk)), strict=True):
-            measures[f"{self.loss_name} at {rate:g}"] = self.shown_loss(float(risk[count - 1]))
+            measures[with_percent(f"{self.loss_name}_referred", rate)] = self.shown_loss(
+                float(risk[count - 1])
+            )
         return measures
 
     def shown_loss(self, mean: float) -> float:
         """A mean of `losses` as it is shown under the name `loss_name`."""
-        return mean**0.5 if self.loss_name == "RMSE" else 1 - mean if self.loss_name == "accuracy" else mean
+        return mean**0.5 if self.loss_name == "rmse" else 1 - mean if self.loss_name == "accuracy" else mean
 
     @abstractmethod
     def tensors(self) -> NamedTuple:
@@ -662,6 +664,11 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
 # What several kinds of predictions compute
 
 
+def with_percent(name: str, share: float) -> str:
+    """The name of a measure at a level, or at a share of referred inputs: ``"coverage_90"`` at 0.9."""
+    return f"{name}_{100 * share:g}".replace(".", "_")
+
+
 def by_input(values: Tensor) -> Tensor:
     """One number an input, ``(batch,)``: the mean over all other dimensions."""
     return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)
@@ -705,11 +712,11 @@ def interval_quality(interval: Callable[[float], tuple[Tensor, Tensor]], targets
     """
     bounds = {level: interval(level) for level in LEVELS}
     coverages = {
-        f"coverage of {100 * level:g} %": metrics.interval_coverage(*pair, targets)
+        with_percent("coverage", level): metrics.interval_coverage(*pair, targets)
         for level, pair in bounds.items()
     }
     return coverages | {
-        f"sharpness of {100 * LEVELS[-1]:g} %": metrics.interval_sharpness(*bounds[LEVELS[-1]])
+        with_percent("sharpness", LEVELS[-1]): metrics.interval_sharpness(*bounds[LEVELS[-1]])
     }
 
 

@@ -545,9 +545,9 @@ class QuantilePrediction(RegressionPrediction):
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """RMSE of the mean, pinball loss (mean over levels), log density, coverage and sharpness of intervals."""
         return {
-            "RMSE": metrics.rmse(self.mean, targets),
-            "pinball loss": metrics.pinball_loss(self.quantiles, targets, self.levels),
-            "log density": float(as_double(self.log_prob(targets)).mean()),
+            "rmse": metrics.rmse(self.mean, targets),
+            "pinball_loss": metrics.pinball_loss(self.quantiles, targets, self.levels),
+            "log_density": float(as_double(self.log_prob(targets)).mean()),
             **interval_quality(self._own_interval, targets),
         }
 

@@ -417,10 +417,10 @@ class SurvivalPrediction(DrawnPrediction):
         """NLL, and the concordance of predicted medians."""
         return {
             "concordance": metrics.concordance(self.median(), *self.likelihood.bounds(as_double(targets))),
-            "NLL": -float(as_double(self.log_prob(targets)).mean()),
+            "nll": -float(as_double(self.log_prob(targets)).mean()),
         }
 
     @property
     def loss_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What `losses` are: there is no error of a time that is not known."""
-        return "NLL"
+        return "nll"

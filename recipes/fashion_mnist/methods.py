@@ -176,7 +176,7 @@ def _rows(
 def quality(prediction: uq.ClassPrediction, labels: Tensor) -> dict[str, float]:
     """Accuracy in percent, NLL in nats, calibration error."""
     found = prediction.quality(labels, bins=15)
-    return {"accuracy": 100 * found["accuracy"], "NLL": found["NLL"], "ECE": found["ECE"]}
+    return {"accuracy": 100 * found["accuracy"], "NLL": found["nll"], "ECE": found["ece"]}
 
 
 def _bytes(models: list[nn.Module]) -> int:

@@ -110,8 +110,8 @@ def page_of(results: Sequence[Mapping[str, Row]]) -> str:
     for name in sorted(rows, key=place):
         found = rows[name]
         cells = [spread([100 * one["accuracy"] for one in found], ".2f")]
-        cells += [spread([one[column] for one in found], ".4f") for column in ("NLL", "ECE")]
-        cells += [spread([one["AUROC"][s] for one in found if s in one["AUROC"]], ".4f") for s in SCORES]
+        cells += [spread([one[column] for one in found], ".4f") for column in ("nll", "ece")]
+        cells += [spread([one["auroc"][s] for one in found if s in one["auroc"]], ".4f") for s in SCORES]
         means = [mean(one["time"] for one in found), mean(one["bytes"] for one in found) / 1e6]
         lines.append([name, *cells, *(f"{value:.1f}" for value in means), str(len(found))])
     return markdown(lines)
@@ -197,15 +197,15 @@ def measured(method: methods.Method, data: Data, held_out: Labelled, plain: meth
     """
     test, digits = method.predict(data.test.images), method.predict(data.digits)
     found: dict[str, Any] = test.quality(data.test.labels, bins=15)
-    found["AUROC"] = {score: values["AUROC"] for score, values in foreignness(test, digits).items()}
+    found["auroc"] = {score: values["auroc"] for score, values in foreignness(test, digits).items()}
     inside, outside = test.scores(), digits.scores()
     if inside.keys() >= BOTH:
         known = method.predict(held_out.images).scores()
         familiar = {name: known[name] for name in BOTH}
         tails = [joint_tail(familiar, {name: scores[name] for name in BOTH}) for scores in (inside, outside)]
-        found["AUROC"]["both"] = ood_auroc(*tails)
+        found["auroc"]["both"] = ood_auroc(*tails)
     wrong = (test.predicted() != data.test.labels).double()
-    found["AURC"] = risk_coverage(inside["entropy"], wrong).area
+    found["aurc"] = risk_coverage(inside["entropy"], wrong).area
     found["time"] = relative_time(method, plain, data.test.images[:200])
     return found | {"bytes": method.size, "settings": method.settings}
 
@@ -227,9 +227,9 @@ def relative_time(
 
 def shown(result: dict[str, Any]) -> str:
     """A line for the terminal."""
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in result["AUROC"].items())
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in result["auroc"].items())
     return (
-        f"accuracy {result['accuracy']:.4f}, NLL {result['NLL']:.4f}, ECE {result['ECE']:.4f}, AUROC: {scores}, "
+        f"accuracy {result['accuracy']:.4f}, NLL {result['nll']:.4f}, ECE {result['ece']:.4f}, AUROC: {scores}, "
         f"time {result['time']:.1f}"
     )
 

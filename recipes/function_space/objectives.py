@@ -98,7 +98,7 @@ def measured(
     found = quality(inside, images.labels)
     for kind, inputs in others.items():
         told = foreignness(inside, predict(inputs))
-        found |= {f"{kind}, {words}": told[s]["AUROC"] for s, words in SCORES.items() if s in told}
+        found |= {f"{kind}, {words}": told[s]["auroc"] for s, words in SCORES.items() if s in told}
         if novelty is not None:
             found[f"{kind}, novelty"] = ood_auroc(novelty(images.images), novelty(inputs))
     return found

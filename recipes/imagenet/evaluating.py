@@ -21,7 +21,7 @@ import posthoc_uq as uq
 from posthoc_uq import Evaluation
 from posthoc_uq.app import TrainedModel
 from posthoc_uq.core import gather, on_all_ranks, rank, world
-from posthoc_uq.evaluation.measurements import FAMILIAR
+from posthoc_uq.evaluation.measurements import FAMILIAR, title_of
 from posthoc_uq.evaluation.metrics import calibration_bins
 from posthoc_uq.files.atomic import checked_target, write
 from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say
@@ -31,7 +31,7 @@ from recipes.imagenet.search import best
 NETWORK = "network"
 FIGURE_BINS, FILLED = 20, 20
 """Bins of equal mass in figure 6, as in Maddox et al. (2019); fewer where a bin would hold fewer images than that."""
-QUALITY = ("accuracy", "NLL", "ECE")
+QUALITY = ("accuracy", "nll", "ece")
 KEPT = ("probs", "logits_mean", "logits_variance", "sample_entropy", "log_probs")
 
 
@@ -64,7 +64,7 @@ def evaluate_all(
             for part in parts:
                 part.unlink()
             measures = new["measures"]["quality"][row]
-            say(f"{METHODS.get(row, row)}: " + ", ".join(f"{m} {measures[m]:.4f}" for m in QUALITY))
+            say(f"{METHODS.get(row, row)}: " + ", ".join(f"{title_of(m)} {measures[m]:.4f}" for m in QUALITY))
 
 
 def key_of(row: str, images: int, foreign: Mapping[str, Images], options: argparse.Namespace) -> str:

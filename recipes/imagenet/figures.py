@@ -27,13 +27,13 @@ from posthoc_uq.app.plots import (
     wilson,
 )
 from posthoc_uq.core import rank
-from posthoc_uq.evaluation.measurements import FAMILIAR
+from posthoc_uq.evaluation.measurements import FAMILIAR, title_of
 from recipes.common import markdown, report, save_figure
 from recipes.imagenet.evaluating import NETWORK, numbers_and_bytes, result
 from recipes.imagenet.fitting import METHODS, posterior_file
 from recipes.imagenet.search import best, described, trials
 
-MEASURES = ("accuracy", "top-5 accuracy", "NLL", "Brier", "ECE", "ECE (equal mass)")
+MEASURES = ("accuracy", "top5_accuracy", "nll", "brier", "ece", "ece_equal_mass")
 
 
 def plot_all(options: argparse.Namespace) -> None:
@@ -79,7 +79,7 @@ def quality_table(rows: Mapping[str, dict[str, Any]]) -> str:
     columns = [measure for measure in MEASURES if measure in quality[next(iter(quality))]]
     cells = [[METHODS.get(row, row), *(f"{found[c]:.4f}" for c in columns)] for row, found in quality.items()]
     images = next(iter(rows.values()))["measures"]["inputs"][FAMILIAR]
-    return f"{images} validation images:\n\n" + markdown([["", *columns], *cells])
+    return f"{images} validation images:\n\n" + markdown([["", *map(title_of, columns)], *cells])
 
 
 def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -94,7 +94,7 @@ def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             scores = found["measures"]["foreign"][row].get(name, {})
             means = [f"{float(found['entropy'][data].mean()):.3f}" for data in (FAMILIAR, name)]
             auroc = [
-                f"{scores[s]['AUROC']:.4f}" if s in scores else "-"
+                f"{scores[s]['auroc']:.4f}" if s in scores else "-"
                 for s in ("entropy", "mutual_information", "epistemic_variance")
             ]
             cells.append([METHODS.get(row, row), *means, *auroc])
@@ -146,7 +146,7 @@ def calibration_figure(rows: Mapping[str, dict[str, Any]]) -> Figure:
             alpha=0.3,
             linewidth=2,
         )
-        error = next(iter(found["measures"]["quality"].values()))["ECE"]
+        error = next(iter(found["measures"]["quality"].values()))["ece"]
         axes.plot(
             position,
             confidence - accuracy,
@@ -173,7 +173,7 @@ def entropy_figure(rows: Mapping[str, dict[str, Any]]) -> Figure:
     panels: dict[str, Any] = {}
     for name, found in rows.items():
         quality = next(iter(found["measures"]["quality"].values()))
-        title = f"entropy, {name} (accuracy {quality['accuracy']:.3f}, ECE {quality['ECE']:.3f})"
+        title = f"entropy, {name} (accuracy {quality['accuracy']:.3f}, ECE {quality['ece']:.3f})"
         panels[title] = {"in-domain" if data == FAMILIAR else data: e for data, e in found["entropy"].items()}
     return histogram_panels(panels, bins=25)
 

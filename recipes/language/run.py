@@ -52,7 +52,7 @@ def row(
 ) -> dict[str, float]:
     """NLL and ECE on the familiar text, and how well scores of tokens and of sequences tell foreign ones from it."""
     quality = of[familiar].quality(texts[familiar])
-    found = {"NLL": quality["NLL"], "ECE": quality["ECE"]}
+    found = {"NLL": quality["nll"], "ECE": quality["ece"]}
     for name in foreign:
         for score in SCORES:
             if score not in of[familiar].scores_by_position():

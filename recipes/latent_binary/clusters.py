@@ -163,7 +163,7 @@ def scored(predict: Probabilities, clusters: Clusters, resolution: int) -> dict[
     largest, order = prediction.probs.max(1).values.sort(descending=True)
     right = (prediction.probs.argmax(1) == clusters.test_labels)[order].double()
     values = (
-        quality["accuracy"], quality["NLL"], quality["ECE"], float(entropies.mean()),
+        quality["accuracy"], quality["nll"], quality["ece"], float(entropies.mean()),
         float((entropies - true).abs().mean()), float(largest[len(largest) // 2]),
         float(right[-len(right) // 5 :].mean()),
     )  # fmt: skip

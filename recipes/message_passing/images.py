@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.evaluation.measurements import foreignness
+from posthoc_uq.evaluation.measurements import foreignness, title_of
 from recipes.common import (
     in_order,
     in_random_order,
@@ -80,9 +80,9 @@ def row(predict: Callable[[Tensor], uq.ClassPrediction], data: Data, seconds: fl
     """Scores of predictions, and how well digits are told by entropy."""
     inside, outside = (predicted(predict, images, 250) for images in (data.test.images, data.digits))
     measured = inside.quality(data.test.labels, bins=15)
-    names = ("accuracy", "top-5 accuracy", "NLL", "ECE", "Brier")
-    told = foreignness(inside, outside)["entropy"]["AUROC"]
-    return {name: measured[name] for name in names} | {"AUROC, entropy": told, "seconds": seconds}
+    names = ("accuracy", "top5_accuracy", "nll", "ece", "brier")
+    told = foreignness(inside, outside)["entropy"]["auroc"]
+    return {title_of(name): measured[name] for name in names} | {"AUROC, entropy": told, "seconds": seconds}
 
 
 def study(data: Data, options: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -124,7 +124,7 @@ def scored(case: Case, predict: Callable[[Tensor], uq.ClassPrediction]) -> dict[
     """Quality of the predictions, and how well foreign images are told."""
     inside, outside = (predicted(predict, images, 250) for images in (case.test.images, case.digits))
     told = foreignness(inside, outside)
-    scores = {f"AUROC, {name}": told[name]["AUROC"] for name in ("entropy", "novelty") if name in told}
+    scores = {f"AUROC, {name}": told[name]["auroc"] for name in ("entropy", "novelty") if name in told}
     return quality(inside, case.test.labels) | scores
 
 

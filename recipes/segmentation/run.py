@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.evaluation import title_of
 from posthoc_uq.evaluation.metrics import ood_auroc
 from posthoc_uq.likelihoods import PositionPrediction
 from recipes.common import in_order, parsed, parser, predicted, report, save_figure, table
@@ -83,7 +84,7 @@ def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> N
     prediction = predicted(predict, test.images, 8)
     numbers = {"seconds an image": (time.process_time() - start) / len(test.images)}
     quality = prediction.quality(test.classes)
-    numbers |= {name: quality[name] for name in ("accuracy", "NLL", "ECE")}
+    numbers |= {title_of(name): quality[name] for name in ("accuracy", "nll", "ece")}
     for kind, of in foreign.items():
         known = predicted(predict, of.images, 8).scores_by_position()
         for score in SCORES:

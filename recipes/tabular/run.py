@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.evaluation import title_of
 from posthoc_uq.evaluation.metrics import ood_auroc, rmse
 from recipes.common import (
     existing,
@@ -201,7 +202,7 @@ def measured(part: Split, predict: Callable[[Tensor], uq.Prediction]) -> Numbers
     numbers = {"NLL": -float(prediction.log_prob(targets).double().mean())}
     if part.names:
         quality = prediction.quality(targets)
-        numbers |= {name: quality[name] for name in ("ECE", "mAP")}
+        numbers |= {title_of(name): quality[name] for name in ("ece", "mean_average_precision")}
     else:
         values: Any = prediction
         numbers |= {"RMSE": rmse(values.mean.reshape(targets.shape), targets), **coverage(values, targets)}

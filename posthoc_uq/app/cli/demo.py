@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.tables import text_table
+from posthoc_uq.evaluation.measurements import title_of
 
 # The data. scikit-learn's digits are 32 x 32 bitmaps of handwriting whose inked pixels were counted in blocks of
 # 4 x 4, which gives 8 x 8 counts from 0 to 16. Letters are made the same way from the fonts that matplotlib carries, so
@@ -290,11 +291,11 @@ def _fresh_process_agrees(output: Path, model: nn.Module, posterior: uq.Posterio
 
 def _tables(evaluation: uq.Evaluation) -> str:
     """The main numbers of the evaluation; its page has all."""
-    columns = ["accuracy", "NLL", "ECE", "Brier"]
+    columns = ["accuracy", "nll", "ece", "brier"]
     quality = [[name, *(values[c] for c in columns)] for name, values in evaluation.metrics.items()]
     foreign = evaluation.foreign_names
     detection = [
-        [name, score.replace("_", " "), *(by_data[data][score]["AUROC"] for data in foreign)]
+        [name, title_of(score), *(by_data[data][score]["auroc"] for data in foreign)]
         for name, by_data in evaluation.foreign.items()
         for score in SCORES
         if score in by_data[foreign[0]]
@@ -302,7 +303,7 @@ def _tables(evaluation: uq.Evaluation) -> str:
     return "\n".join(
         [
             "Test digits (NLL, ECE, Brier: lower is better)\n",
-            text_table(["model", *columns], quality, digits=3, indent="  "),
+            text_table(["model", *map(title_of, columns)], quality, digits=3, indent="  "),
             "\nTelling test digits from foreign images (AUROC: 1 is perfect, 0.5 is chance)\n",
             text_table(["model", "score", *foreign], detection, digits=3, indent="  "),
             "  (rotated: by 90 degrees, without 0, 1 and 8; letters: those that no digit resembles, 12 fonts)",
