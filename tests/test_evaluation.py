@@ -84,7 +84,7 @@ class TestNumbers:
         order = np.argsort(inside.entropy().numpy(), kind="stable")
         for rate in evaluation.referral_rates:
             kept = order[: 230 - int(rate * 230)]
-            accuracy = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:g}"]
+            accuracy = evaluation.selective["INF"]["entropy"][f"accuracy_referred_{100 * rate:g}"]
             assert accuracy == pytest.approx(right[kept].mean(), abs=1e-6)
         # a plain model has no epistemic scores
         assert set(evaluation.foreign["network"]["noise"]) == {"entropy", "max_probability"}
@@ -210,7 +210,7 @@ class TestFiles:
         )
         assert kept["inputs"] == {"test": 230, "noise": 90}
         assert kept["thresholds"]["INF"]["entropy"]["0.1"] == evaluation.threshold(0.1)
-        assert f"{evaluation.metrics['INF']['NLL']:.4f}" in str(evaluation)
+        assert f"{evaluation.metrics['INF']['nll']:.4f}" in str(evaluation)
 
     def test_a_file_that_cannot_be_written_leaves_the_old_one(self, compared, tmp_path, monkeypatch):
         def full(_):
@@ -369,10 +369,10 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     for level in (80, 90, 95):
         chosen = prediction.set(level / 100)
         inside = chosen[torch.arange(len(y)), y].double()
-        assert found["INF"][f"observed coverage of {level} %"] == pytest.approx(float(inside.mean()))
-        assert found["INF"][f"set size of {level} %"] == pytest.approx(float(chosen.sum(1).double().mean()))
+        assert found["INF"][f"observed_coverage_{level}"] == pytest.approx(float(inside.mean()))
+        assert found["INF"][f"set_size_{level}"] == pytest.approx(float(chosen.sum(1).double().mean()))
         by_class = evaluation.promised_by_class["INF"]["<c>"]
-        assert by_class[f"observed coverage of {level} %"] == pytest.approx(float(inside[y == 2].mean()))
+        assert by_class[f"observed_coverage_{level}"] == pytest.approx(float(inside[y == 2].mean()))
     assert evaluation.to_dict()["promised"] == found
     assert {"measure": "set_size_90", "value": found["INF"]["set_size_90"]}.items() <= next(
         row for row in evaluation.rows() if row["measure"] == "set_size_90"
@@ -442,7 +442,7 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
         assert found["interval_width_90"] == pytest.approx(float(width), rel=1e-5)
         assert not evaluation.promised_by_class
         (grouped,) = evaluation.coverage_by_group.values()
-        assert {group.by for group in grouped.groups} == {"novelty", "interval width"}
+        assert {group.by for group in grouped.groups} == {"novelty", "interval_width"}
         assert grouped.missing is not None
     assert "Coverage of promises" in evaluation.figures() and "observed coverage of 80 %" in str(evaluation)
 
@@ -469,12 +469,12 @@ class TestJointScores:
 
         scores = np.concatenate([shares(inside), shares(outside)])
         expected = roc_auc_score(np.arange(320) >= 230, scores)
-        found = evaluation.foreign["INF"]["noise"]["entropy and mutual_information"]
+        found = evaluation.foreign["INF"]["noise"]["entropy_and_mutual_information"]
         assert found["auroc"] == pytest.approx(expected, abs=1e-6)
-        assert "entropy and mutual_information" not in evaluation.foreign["network"]["noise"]
-        assert any(row["score"] == "entropy and mutual_information" for row in evaluation.rows())
-        assert "entropy and mutual_information" in str(evaluation)
-        assert "entropy and mutual_information" not in evaluation.selective["INF"]
+        assert "entropy_and_mutual_information" not in evaluation.foreign["network"]["noise"]
+        assert any(row["score"] == "entropy_and_mutual_information" for row in evaluation.rows())
+        assert "entropy_and_mutual_information" in str(evaluation)
+        assert "entropy_and_mutual_information" not in evaluation.selective["INF"]
 
 
 class _Page(HTMLParser):
