@@ -25,13 +25,12 @@ from posthoc_uq.app.cli import commands
 from posthoc_uq.app.cli.parser import Command
 
 ELSEWHERE = {
-    "docs/guides/lightning.md": "test_lightning.py",
     "docs/language_models.md": "test_transformers.py",
 }
 """Pages whose code other tests run: they check what it gives, too."""
 
 
-LARGE = ("docs/guides/int8.md", "docs/methods/likelihoods.md")
+LARGE = ("docs/methods/likelihoods.md",)
 """Pages whose code builds large networks, or a program."""
 
 
@@ -122,7 +121,6 @@ SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
         "prediction": lambda prediction: prediction.probs.shape == (4, 3),
     },
     "docs/methods/novelty.md": {"held_out": lambda held_out: held_out.novelty().shape == (20,)},
-    "docs/guides/int8.md": {"largest": lambda change: 0 < change < 0.015},
 }
 """What some of the names that a page leaves must be."""
 

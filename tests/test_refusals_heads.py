@@ -72,6 +72,9 @@ ROWS = {
     "a path to save": Row(lambda: uq.save("p.h5", posterior()), "posterior first"),  # type: ignore[arg-type]
     # of predictions
     "a tensor as loader": Row(lambda: wrapped().predict(X), "iterable of batches"),
+    "a data module as loader": Row(
+        lambda: wrapped().predict(type("Module", (), {"train_dataloader": 1})()), "give one of its loaders"
+    ),
     "no batch": Row(lambda: wrapped().predict([]), "no batch"),
     "batches of three": Row(lambda: wrapped().predict([(X, X, X)]), "batch_to_inputs"),
     "no inputs": Row(lambda: wrapped("linearized")(X[:0]), "needs an input tensor with at least one sample"),

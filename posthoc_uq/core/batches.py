@@ -1012,7 +1012,10 @@ def check_loader(loader: Any, name: str = "loader") -> None:
             f"or pass a list of batches such as [(x, y)]."
         )
     if not isinstance(loader, Iterable):
-        raise PosthocUQError(f"The {name} must be an iterable of batches, not a {type(loader).__name__}.")
+        hint = "; give one of its loaders, .train_dataloader()" if hasattr(loader, "train_dataloader") else ""
+        raise PosthocUQError(
+            f"The {name} must be an iterable of batches, not a {type(loader).__name__}{hint}."
+        )
 
 
 def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
