@@ -777,7 +777,7 @@ class TestTune:
         found = uq.load(copied, trained(place))
         assert found.prior_precision == pytest.approx(expected.prior_precision)
         assert said["hyperparameters"]["prior precision"] == "per layer"
-        assert said["prior precision by layer"] == pytest.approx(expected.prior_precision)
+        assert said["prior_precision_by_layer"] == pytest.approx(expected.prior_precision)
         assert_same_posterior(found, expected)
 
     def test_by_held_out_data(self, place: Path, copied: Path) -> None:
@@ -800,11 +800,11 @@ class TestTune:
         assert trials is not None and trials.chosen is not None
         found = uq.load(output, trained(place))
         assert found.prior_precision == pytest.approx(expected.prior_precision)
-        assert said["validation NLL"] == pytest.approx(trials.chosen.objective)
-        assert said["given up"] == pytest.approx(trials.nll_given_up_for_width, abs=1e-9)
+        assert said["validation_nll"] == pytest.approx(trials.chosen.objective)
+        assert said["given_up"] == pytest.approx(trials.nll_given_up_for_width, abs=1e-9)
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
-        assert found.history.head.plain() == head == said["searched through"]
-        assert said["model alone"] == pytest.approx(trials.model_alone)
+        assert found.history.head.plain() == head == said["searched_through"]
+        assert said["model_alone"] == pytest.approx(trials.model_alone)
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
         for option in ("n-samples", "n-probes"):  # checked before the search
             line = misuse("tune", copied, *model_options(place), "--data", place / "val", f"--{option} 0")
@@ -826,8 +826,8 @@ class TestTune:
         given: dict[str, Any] = {"criterion": "faithful", "divergence": 0.02, "temperature": False}
         expected = uq.tune(expected, [flat(place)], **given, head="moments", relu="exact", progress=False)
         assert said["hyperparameters"]["prior precision"] == pytest.approx(expected.prior_precision)
-        assert 0 < said["divergence"] <= said["budget"] == 0.02 and said["validation NLL"] is None
-        assert said["searched through"]["options"] == {"relu": "exact"}
+        assert 0 < said["divergence"] <= said["budget"] == 0.02 and said["validation_nll"] is None
+        assert said["searched_through"]["options"] == {"relu": "exact"}
         out = copied.with_suffix(".csv")
         found = run_json("predict", copied, place / "flat", *model_options(place), "-o", out)
         assert (found["head"]["head"], found["head"]["relu"]) == ("moments", "exact")

@@ -385,7 +385,7 @@ def tune(
             needs = f"tuning by {criterion}" if labels else None
             info, split = dataset_info(posterior), "train" if criterion == "leave_one_out" else "val"
             loaded = load_data(data, model, reading, info, labels=labels, split=split, needs=needs)
-        named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
+        named = ("criterion", "validation_nll", "given_up", "model_alone", "divergence", "budget")
         facts: dict[str, Any] = dict.fromkeys(named)
         through: dict[str, Any] = {
             key: value for key, value in options.items() if key not in ("seed", "n_samples")
@@ -414,9 +414,9 @@ def tune(
         )
         trials, facts["criterion"] = posterior.history.trials, criterion
         if trials is not None:
-            facts |= {"given up": trials.nll_given_up_for_width, "model alone": trials.model_alone}
+            facts |= {"given_up": trials.nll_given_up_for_width, "model_alone": trials.model_alone}
         if criterion == "likelihood" and trials is not None and trials.chosen is not None:
-            facts["validation NLL"] = trials.chosen.objective
+            facts["validation_nll"] = trials.chosen.objective
         if criterion == "faithful":
             faithful = posterior.history.faithful
             assert faithful is not None
@@ -432,9 +432,9 @@ def tune(
     facts = {
         "output": output or file,
         "hyperparameters": _hyperparameters(posterior),
-        "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
+        "prior_precision_by_layer": dict(prior) if isinstance(prior, dict) else None,
         **facts,
-        "searched through": None if posterior.history.head is None else posterior.history.head.plain(),
+        "searched_through": None if posterior.history.head is None else posterior.history.head.plain(),
     }
     return Done(_tuning_in_words(facts, posterior.likelihood.name), facts)
 
@@ -445,12 +445,12 @@ def _tuning_in_words(facts: Mapping[str, Any], likelihood: str) -> str:
         lines.append(
             "by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data"
         )
-    if facts["validation NLL"] is not None:
-        alone = facts["model alone"]
+    if facts["validation_nll"] is not None:
+        alone = facts["model_alone"]
         beside = "" if alone is None else f" (the model alone {alone:.4g})"
-        lines.append(f"validation NLL: {facts['validation NLL']:.4g}{beside}")
-    if facts["given up"] is not None:
-        lines.append(f"given up for a wider posterior: {facts['given up']:.2g} nats")
+        lines.append(f"validation NLL: {facts['validation_nll']:.4g}{beside}")
+    if facts["given_up"] is not None:
+        lines.append(f"given up for a wider posterior: {facts['given_up']:.2g} nats")
     if facts["divergence"] is not None:
         lines.append(f"divergence: {facts['divergence']:.3g} of at most {facts['budget']:g} nats")
     return "\n".join([*lines, f"Written to {facts['output']}."])
