@@ -29,7 +29,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.study
 def test_a_trainer_predicts_and_a_callback_fits(names: dict[str, Any]) -> None:
     lightning, predictor, loader = names["L"], names["predictor"], names["val_loader"]
-    model, quiet = names["model"], names["quiet"] | {"enable_checkpointing": False}
+    model, quiet = names["model"], names["quiet"]
     expected = predictor.predict(loader, progress=False)
     torch.testing.assert_close(names["prediction"].probs, expected.probs)
     assert torch.equal(names["prediction"].set(0.9), expected.set(0.9))
