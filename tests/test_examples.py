@@ -146,6 +146,16 @@ regression_posterior = uq.fit(regressor, regression_loader, likelihood="regressi
 """What the examples of docstrings find."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import here what blocks use first, so that each forked process need not do it again."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = names_of(Block(Path("fixture"), "python", (), FIXTURE))
+        posterior = uq.calibrate(names["posterior"], names["val_loader"], progress=False)
+        uq.evaluate(uq.wrap(names["model"], posterior), names["val_loader"], progress=False)
+
+
 def public() -> dict[str, Any]:
     """The functions and classes of `uq`, of its metrics and of its figures, by name."""
     found = {f"uq.{name}": getattr(uq, name) for name in uq.__all__}
