@@ -154,6 +154,7 @@ def imported() -> None:
         names = names_of(Block(Path("fixture"), "python", (), FIXTURE))
         posterior = uq.calibrate(names["posterior"], names["val_loader"], progress=False)
         uq.evaluate(uq.wrap(names["model"], posterior), names["val_loader"], progress=False)
+        torch.optim.Adam(names["model"].parameters()).zero_grad()
 
 
 def public() -> dict[str, Any]:
