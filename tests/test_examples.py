@@ -153,7 +153,7 @@ def imported() -> None:
         warnings.simplefilter("ignore")
         names = names_of(Block(Path("fixture"), "python", (), FIXTURE))
         posterior = uq.calibrate(names["posterior"], names["val_loader"], progress=False)
-        uq.evaluate(uq.wrap(names["model"], posterior), names["val_loader"], progress=False)
+        str(uq.evaluate(uq.wrap(names["model"], posterior), names["val_loader"], progress=False))
         torch.optim.Adam(names["model"].parameters()).zero_grad()
 
 
