@@ -57,6 +57,7 @@ from posthoc_uq.posteriors.covariance import (
 Correction = Literal["rescale", "clamp", "none"]
 
 _MIN_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
+_MAX_FLOAT32 = 4.0  # largest eigenvalue of M for which a float32 factor of I + M has no error beside float32 products
 _MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times faster than a solve
 _ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
 # with more rows than this for each of a layer's inputs, covariances are formed for the variances, if ...
@@ -147,14 +148,14 @@ class LowRankDiagonal(Independent):
     def computed_bytes(self) -> int:
         return 8 * self._roots.shape[0] * self._roots[0].numel() ** 2
 
-    def _identity_plus_m(self, entries: Tensor | None = None) -> Tensor:
-        """``I + V^T H V`` in float64, ``(G, L, L)``, or of a layer of one group the rows and columns of some entries.
+    def _identity_plus_m(self, entries: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+        """``I + V^T H V``, ``(G, L, L)``, or of a layer of one group the rows and columns of some entries.
 
         ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, or the sums in
         the other order, over ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        inputs, outputs = as_double(self._input_basis), as_double(self._output_basis)
+        inputs, outputs = as_double(self._input_basis).to(dtype), as_double(self._output_basis).to(dtype)
         pairs_g, pairs_a = width_g * (width_g + 1) // 2, width_a * (width_a + 1) // 2
         size_g, size_a = outputs.shape[1], inputs.shape[1]
         # of many outputs with few inputs, sums over the outputs come first: fewer numbers are then summed over
@@ -163,18 +164,20 @@ class LowRankDiagonal(Independent):
         step = max(1, _CHUNK // max(1, groups * (pairs_g + packed.shape[2])))
         for start in range(0, size_g, step):  # rows may be the words of a vocabulary
             rows = slice(start, start + step)
-            weights = as_double(self.weights[:, rows])
+            weights = as_double(self.weights[:, rows]).to(dtype)
             if self._shrink is not None:
-                weights = weights * as_double(self._shrink[:, rows]).square()
+                weights = weights * as_double(self._shrink[:, rows]).to(dtype).square()
             weights = weights if outputs_first else _contracted_pairs(weights, inputs)
             packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ weights
         packed = _contracted_pairs(packed, inputs) if outputs_first else packed
         unpacked = _pair_index(width_a, packed.device).flatten()
-        index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
+        index, roots = _pair_index(width_g, packed.device), as_double(self._roots).to(dtype)
         if entries is not None:
             of_outputs, of_inputs = entries // width_a, entries % width_a
-            places = unpacked.view(width_a, width_a)[of_inputs.unsqueeze(1), of_inputs]
-            chosen = packed[:, index[of_outputs.unsqueeze(1), of_outputs], places]
+            # whole rows of places are picked, which is faster than single ones
+            places = (index * packed.shape[2])[:, of_outputs][of_outputs]
+            places += unpacked.view(width_a, width_a)[:, of_inputs][of_inputs]
+            chosen = packed.flatten(1).index_select(1, places.flatten()).view(1, *places.shape)
             own = roots.flatten(1)[:, entries]
             chosen.mul_(own.unsqueeze(1)).mul_(own.unsqueeze(2)).diagonal(dim1=1, dim2=2).add_(1.0)
             return chosen
@@ -307,7 +310,10 @@ class LowRankDiagonal(Independent):
         """
         groups = self._roots.shape[0]
         largest = as_double(self._scaled(self._scaled(self.weights))).amax()
-        kept = as_double(self._roots).square() * largest > 2 * torch.finfo(self.dtype).eps
+        bounds = as_double(self._roots).square() * largest  # the largest is one of M's eigenvalues
+        kept = bounds > 2 * torch.finfo(self.dtype).eps
+        exact = self.dtype == torch.float64 or float(bounds.max()) > _MAX_FLOAT32
+        dtype = torch.float64 if exact else torch.float32
         # R is not kept here: it takes more memory than all else, and few samples are computed again with it
         root = vars(self).pop("_root", None)
         roots, places = as_double(self._roots).flatten(1), None
@@ -323,13 +329,13 @@ class LowRankDiagonal(Independent):
             whole = kept.flatten().nonzero().flatten()
             roots = roots[:, whole]
             if root is None:
-                matrix = self._identity_plus_m(whole)  # most of all entries are zero
+                matrix = self._identity_plus_m(whole, dtype)  # most of all entries are zero
             else:
                 matrix = root[:, whole.to(root.device)]
                 matrix = matrix @ matrix.transpose(1, 2)
             root = cholesky(matrix)
         elif root is None:
-            root = cholesky(self._identity_plus_m())
+            root = cholesky(self._identity_plus_m(None, dtype))
         roots = roots.to(root)
         product = None
         # a product has the error bound of a solve in this precision; D scales the rows of R
