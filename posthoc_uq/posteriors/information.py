@@ -312,10 +312,11 @@ class LowRankDiagonal(Independent):
         largest = as_double(self._scaled(self._scaled(self.weights))).amax()
         bounds = as_double(self._roots).square() * largest  # the largest is one of M's eigenvalues
         kept = bounds > 2 * torch.finfo(self.dtype).eps
-        exact = self.dtype == torch.float64 or float(bounds.max()) > _MAX_FLOAT32
-        dtype = torch.float64 if exact else torch.float32
+        wide = self.dtype == torch.float64 or float(bounds.max()) > _MAX_FLOAT32
+        dtype = torch.float64 if wide else torch.float32
         # R is not kept here: it takes more memory than all else, and few samples are computed again with it
         root = vars(self).pop("_root", None)
+        root = root if wide else None  # what was computed before changes no prediction
         roots, places = as_double(self._roots).flatten(1), None
         inputs, outputs = self._input_basis.transpose(1, 2), self._output_basis.transpose(1, 2)
         if groups == 1 and not bool(kept.all()):
