@@ -57,7 +57,9 @@ from posthoc_uq.posteriors.covariance import (
 Correction = Literal["rescale", "clamp", "none"]
 
 _MIN_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
-_MAX_FLOAT32 = 4.0  # largest eigenvalue of M for which a float32 factor of I + M has no error beside float32 products
+_MAX_FLOAT32 = (
+    4.0  # largest eigenvalue of M for which a float32 factor of I + M has no error beside float32 products
+)
 _MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times faster than a solve
 _ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
 # with more rows than this for each of a layer's inputs, covariances are formed for the variances, if ...
