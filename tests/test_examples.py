@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -171,7 +172,12 @@ def public() -> dict[str, Any]:
 
 def examples(own: Any) -> list[str]:
     """The blocks of a docstring."""
-    return re.findall(r"^```python\n(.*?)^```$", inspect.getdoc(own) or "", re.M | re.S)
+    found = re.findall(r"^( *)```python\n(.*?)^\1```$", inspect.getdoc(own) or "", re.M | re.S)
+    return [textwrap.dedent(content) for _, content in found]
+
+
+def test_all_that_is_public_has_an_example() -> None:
+    assert [name for name, own in public().items() if not examples(own)] == []
 
 
 def test_every_example_of_a_docstring_runs(tmp_path: Path) -> None:

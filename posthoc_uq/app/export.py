@@ -300,6 +300,13 @@ def export(
     Raises:
         PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file has another name or cannot
             be written (an old one then stays), or the packages onnx and onnxscript are not installed.
+
+    Example:
+        ```python
+        predictor = uq.wrap(model, posterior, "moments")
+        program = uq.export(predictor, images, path="digits.pt2")
+        print(program.module()(images).probs)
+        ```
     """
     kind = None if path is None else os.path.splitext(os.fspath(path))[1]
     if kind not in (None, ".onnx", ".pt2"):

@@ -169,6 +169,16 @@ def reliability_diagram(
         labels: (inputs,) integers, or soft labels in the shape of the probabilities.
         bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
         binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        figure = plots.reliability_diagram(prediction, labels)
+        rows = {"INF": (prediction, labels)}  # several by name
+        figure = plots.reliability_diagram(rows, bins=10)
+        figure.savefig("reliability.png")
+        ```
     """
     pairs = _of_classes("reliability_diagram", prediction, labels)
     figure = new_figure(5.6, 6.2 + 0.22 * len(pairs))
@@ -220,6 +230,16 @@ def coverage_plot(
         targets: shaped like the mean; NaN where there is none.
         levels: probabilities strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
         kind: "interval" for central intervals, "quantile" for the share below each quantile.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        x, y = next(iter(regression_loader))
+        predictor = uq.wrap(regressor, regression_posterior)
+        prediction = predictor(x)
+        plots.coverage_plot(prediction, y).savefig("coverage.png")
+        ```
     """
     pairs = _with_targets("coverage_plot", prediction, targets)
     parts = {name: _values_there(each, own) for name, (each, own) in pairs.items()}
@@ -294,6 +314,16 @@ def group_coverage_plot(
         prediction: with held-out scores, or by name a prediction and its targets.
         targets: its labels or values.
         class_names: by index.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        calibrated = uq.calibrate(posterior, val_loader)
+        prediction = uq.wrap(model, calibrated)(images)
+        figure = plots.group_coverage_plot(prediction, labels)
+        figure.savefig("groups.png")
+        ```
     """
     pairs = _with_targets("group_coverage_plot", prediction, targets)
     found = {
@@ -370,6 +400,15 @@ def score_histograms(
         foreign: the prediction of foreign inputs, or several by the name of their data set.
         scores: names of scores; without them those that vary, but for some that look like the entropy.
         bins: number of bins over the common range of a panel.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        foreign = predictor(torch.randn(20, 1, 6, 6))
+        figure = plots.score_histograms(prediction, {"noise": foreign})
+        figure.savefig("scores.png")
+        ```
     """
     panels: dict[str, dict[str, Tensor]] = {}
     log: list[str] = []
@@ -519,6 +558,15 @@ def risk_coverage_plot(
         score: by which inputs are referred, higher ones sooner: a name, a function of the prediction, or several of
             these; by default the prediction's `default_score`.
         risk_label: of the vertical axis, with the unit of the loss: 1 for a wrong class, the squared error of values.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        scores = ["entropy", "novelty"]
+        figure = plots.risk_coverage_plot(prediction, labels, score=scores)
+        figure.savefig("risk.png")
+        ```
     """
     pairs = _with_targets("risk_coverage_plot", prediction, targets)
     scores = {name: (values, each.losses(own)) for name, values, each, own in _scored(pairs, score)}
@@ -587,6 +635,15 @@ def referral_plot(
         score: by which inputs are referred, as in `risk_coverage_plot`.
         metric: "accuracy", or "auc" for the ROC AUC as in `metrics.selective_auc`.
         rates: shares referred, each in [0, 1); without them 0, 0.01, ..., 0.95.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        rates = [0.0, 0.1, 0.5]
+        figure = plots.referral_plot(prediction, labels, rates=rates)
+        figure.savefig("referral.png")
+        ```
     """
     lines = list(_scored(_of_classes("referral_plot", prediction, labels), score))
     one_of("metric", metric, ("accuracy", "auc"))
@@ -629,6 +686,16 @@ def regression_band(
         x_train: inputs of the training data, (points,) or (points, 1).
         y_train: their targets.
         level: probability that either band covers.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        x, y = next(iter(regression_loader))
+        predictor = uq.wrap(regressor, regression_posterior)
+        prediction = predictor(x)
+        plots.regression_band(x, prediction, x, y).savefig("band.png")
+        ```
     """
     positions = _column("x", x)
     mean = _column("prediction.mean", prediction.mean)
@@ -678,6 +745,16 @@ def prediction_maps(
         targets: in the layout of the outputs; NaN where there is none.
         channel: that is drawn.
         level: of the intervals of sequences.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        net, x = nn.Conv2d(1, 1, 3, padding=1), torch.randn(8, 1, 6, 6)
+        posterior = uq.fit(net, [(x, x)], likelihood="regression")
+        prediction = uq.wrap(net, posterior)(x[:2])
+        plots.prediction_maps(prediction, x[:2]).savefig("maps.png")
+        ```
     """
     size, channels = len(prediction), prediction.layout.classes(prediction.mean)
     if not isinstance(cast(Any, prediction), MapPrediction) or len(prediction.positions) > 2:
@@ -813,6 +890,17 @@ def class_uncertainty_map(
         margin: how far the map goes beyond the points, as a share of their range on either side.
         log: a logarithmic colour scale, for scores over orders of magnitude; scores that are not positive are drawn at
             the smallest positive one.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import plots
+
+        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+        x = torch.randn(40, 2)
+        y = (x[:, 0] > 0).long()
+        predictor = uq.wrap(net, uq.fit(net, [(x, y)]))
+        figure = plots.class_uncertainty_map(predictor, x, y)
+        ```
     """
     points, labels = _training(x_train, y_train)
     if isinstance(score, str):

@@ -233,6 +233,14 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
 
     Raises:
         PosthocUQError: there is no such module, or it shares none.
+
+    Example:
+        ```python
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        net[2].weight = net[0].weight  # shared by two layers
+        loose = uq.untied(net, "2")
+        assert loose[2].weight is not loose[0].weight
+        ```
     """
     twin = _with_flags(model)
     modules = dict(twin.named_modules())

@@ -66,7 +66,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Measurements):
-    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables."""
+    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables.
+
+    Example:
+        ```python
+        evaluation = uq.evaluate(predictor, val_loader)
+        print(evaluation)  # tables
+        print(evaluation.metrics[evaluation.names[0]]["ece"])
+        evaluation.to_csv("numbers.csv")
+        ```
+    """
 
     def __str__(self) -> str:
         parts, said = list[str](), set[str]()
@@ -495,6 +504,15 @@ def evaluate(
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
         NonFiniteError: predictions that are NaN.
         PosteriorMismatchError: a model's weights changed meanwhile.
+
+    Example:
+        ```python
+        rows = {"network": model, "INF": predictor}
+        noise = {"noise": [torch.randn(20, 1, 6, 6)]}
+        evaluation = uq.evaluate(rows, val_loader, ood_loaders=noise)
+        print(evaluation)
+        print(evaluation.metrics["INF"]["nll"])
+        ```
     """
     rows, foreign = _compared(predictor, likelihood), _named_loaders(ood_loaders)
     check_loader(loader)

@@ -33,6 +33,16 @@ class ExcessRisk(NamedTuple):
     Attributes:
         value: mean over inputs, a lower bound but for chance; about 0 where none are missed.
         error: its standard error.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        covered = torch.rand(100) < 0.9
+        known = {"novelty": torch.rand(100)}
+        risk = metrics.coverage_excess_risk(covered, 0.9, known)
+        print(risk.value, risk.error, risk.fails)
+        ```
     """
 
     value: float
@@ -121,6 +131,16 @@ def coverage_excess_risk(
 
     Raises:
         PosthocUQError: lengths that differ, less than 50 inputs, or no features.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        covered = torch.rand(100) < 0.9
+        known = {"novelty": torch.rand(100)}
+        risk = metrics.coverage_excess_risk(covered, 0.9, known)
+        print(risk.value, risk.error, risk.fails)
+        ```
     """
     held_out = check_option("held_out", held_out, Count | None)
     if not 0 < level < 1:

@@ -123,6 +123,13 @@ def save(
     Raises:
         PosthocUQError: the numbers do not fit the format, or the file cannot be written.
         NonFiniteError: the posterior holds NaN or infinity.
+
+    Example:
+        ```python
+        uq.save(posterior, "digits.inf.h5")
+        uq.save(posterior, "half.h5", dtype=torch.bfloat16)
+        posterior = uq.load("digits.inf.h5", model)
+        ```
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise PosthocUQError(
@@ -281,6 +288,13 @@ def load(
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
         PosteriorMismatchError: it belongs to another model, to other values of the weights that have a posterior, or to
             other buffers, such as the running statistics of batch normalisation.
+
+    Example:
+        ```python
+        uq.save(posterior, "digits.inf.h5")
+        posterior = uq.load("digits.inf.h5", model)  # no data, no new fit
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
     options = _LoadOptions(untrusted, device, likelihood, output)
     if model is None:
@@ -598,6 +612,14 @@ def inspect(path: str | os.PathLike[str]) -> Inspection | EnsembleInspection:
     Raises:
         PosthocUQError: the file is missing or cannot be read.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
+
+    Example:
+        ```python
+        uq.save(posterior, "digits.inf.h5")
+        found = uq.inspect("digits.inf.h5")
+        print(found)  # method, layers, hyperparameters, promises
+        print(found["method"], found["scale"])
+        ```
     """
     data, head = header.read(path, lambda _: sys.maxsize)
     name = os.fsdecode(path)

@@ -193,6 +193,14 @@ def calibrate(
         PosthocUQError: no targets, too few samples, or a loader of other inputs each time.
         NonFiniteError: a score is not finite.
         PosteriorMismatchError: the model's weights changed after the fit, or during this call.
+
+    Example:
+        ```python
+        posterior = uq.calibrate(posterior, val_loader)
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.set(0.9))  # of 10 such sets 9 hold the right class
+        print(prediction.familiarity())  # p-values; small ones are foreign
+        ```
     """
     several = isinstance(posterior, EnsemblePredictor)
     if not several and not isinstance(cast(Any, posterior), Posterior):

@@ -223,6 +223,13 @@ def fit(
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
         PosteriorMismatchError: the model's weights, or buffers that predictions depend on, changed during the fit.
         PosthocUQError: options, data or model do not fit.
+
+    Example:
+        ```python
+        posterior = uq.fit(model, train_loader)  # usable as it is
+        posterior = uq.fit(model, train_loader, "kfac", layers="last")
+        print(posterior.report())
+        ```
     """
 
     began = time.perf_counter()

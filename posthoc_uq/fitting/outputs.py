@@ -73,6 +73,15 @@ def calibrate_outputs(
     Raises:
         PosthocUQError: arrays do not fit each other or the likelihood, or there are too few samples.
         NonFiniteError: an output is not finite.
+
+    Example:
+        ```python
+        with torch.no_grad():
+            logits = torch.cat([model(x) for x, y in val_loader])
+            targets = torch.cat([y for x, y in val_loader])
+            calibrated = uq.calibrate_outputs(logits, targets)
+            print(calibrated(model(images)).set(0.9))
+        ```
     """
     if isinstance(likelihood, Likelihood) and likelihood.head_likelihoods:
         raise PosthocUQError("calibrate_outputs takes the outputs of one head; call it for each of them.")

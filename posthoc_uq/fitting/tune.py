@@ -165,6 +165,13 @@ def tune(
     Raises:
         PosteriorMismatchError: the model's weights changed after the fit, or during the search.
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
+
+    Example:
+        ```python
+        tuned = uq.tune(posterior, val_loader)
+        print(tuned.prior_precision, tuned.temperature)
+        print(tuned.history.trials)  # all that was tried
+        ```
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(

@@ -89,6 +89,13 @@ def update(
             other layers.
         PosthocUQError: the method cannot add data up; or the data do not fit, or cannot all have been in, or are so
             large that what is known would be lost to rounding; or `mean` is set and would not be exact.
+
+    Example:
+        ```python
+        larger = uq.update(posterior, val_loader)  # with more data
+        smaller = uq.update(larger, val_loader, remove=True)
+        print(larger.scale, smaller.scale)
+        ```
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(

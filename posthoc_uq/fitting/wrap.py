@@ -89,6 +89,14 @@ def wrap(model: Any, posterior: Any, head: str | None = None, **options: Any) ->
         PosteriorMismatchError: the model's parameters or buffers are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
             its value; networks of a list do not belong together.
+
+    Example:
+        ```python
+        predictor = uq.wrap(model, posterior)
+        prediction = predictor(images)
+        print(prediction.probs, prediction.entropy())
+        draws = uq.wrap(model, posterior, "sampling", n_samples=20)
+        ```
     """
     if isinstance(model, (list, tuple, nn.ModuleList)):
         return _wrapped_list(list(cast(Iterable[nn.Module], model)), posterior, head, options)

@@ -56,6 +56,13 @@ def register_head(kind: AnyHead) -> AnyHead:
 
     Raises:
         PosthocUQError: another head has the name, or a file cannot hold the name.
+
+    Example:
+        ```python
+        @uq.register_head
+        class Mean(uq.Predictor):  # the guide on heads has a whole one
+            head = "mean"
+        ```
     """
     if re.fullmatch(r"[a-z0-9_]{1,16}", kind.head) is None:
         raise PosthocUQError(

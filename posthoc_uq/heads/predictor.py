@@ -336,6 +336,15 @@ class Predictor(nn.Module, ABC):
         model: the model the posterior was fitted on.
         posterior: of any method.
         novelty: whether predictions know their novelty, if the posterior does.
+
+    Example:
+        ```python
+        predictor = uq.wrap(model, posterior)
+        print(predictor.head, predictor(images).probs)
+        prediction = predictor.predict(val_loader)  # all batches as one
+        narrow = posterior.with_settings(prior_precision=10.0)
+        narrower = predictor.with_posterior(narrow)
+        ```
     """
 
     head: ClassVar[str]

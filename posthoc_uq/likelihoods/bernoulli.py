@@ -100,6 +100,15 @@ class Bernoulli(_Labels):
     Args:
         channel_dim: the dimension of 1 where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out labels that are NaN.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 1), torch.randn(30, 2)
+        data = [(x, (x[:, 0] > 0).float())]
+        posterior = uq.fit(net, data, likelihood=uq.Bernoulli())
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.probs[:, 1], prediction.entropy())
+        ```
     """
 
     name = "binary"
@@ -164,6 +173,15 @@ class Multilabel(_Labels):
     Args:
         channel_dim: the dimension of the labels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out labels that are NaN, each by itself.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 3), torch.randn(30, 2)
+        data = [(x, (x @ torch.randn(2, 3) > 0).float())]
+        posterior = uq.fit(net, data, likelihood=uq.Multilabel())
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.probs, prediction.predicted())
+        ```
     """
 
     name = "multilabel"

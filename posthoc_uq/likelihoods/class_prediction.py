@@ -386,6 +386,14 @@ class ClassPrediction(LogitsPrediction):
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
+
+    Example:
+        ```python
+        print(prediction.probs, prediction.predicted())
+        print(prediction.entropy(), prediction.mutual_information())
+        logits = torch.randn(10, 4, 3)  # draws, inputs, classes
+        other = uq.ClassPrediction.from_logits(logits)
+        ```
     """
 
     kind: ClassVar[str] = "classes"

@@ -85,6 +85,14 @@ class Categorical(Likelihood):
     Raises:
         PosthocUQError: another `class_dim`, an `ignore_index` that is no whole number, or a `label_smoothing` that is
             not in [0, 1).
+
+    Example:
+        ```python
+        likelihood = uq.Categorical(label_smoothing=0.1)  # as in training
+        posterior = uq.fit(model, train_loader, likelihood=likelihood)
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.predicted(), prediction.entropy())
+        ```
     """
 
     name = "classification"

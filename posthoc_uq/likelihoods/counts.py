@@ -155,6 +155,15 @@ class Poisson(LogMean):
     Args:
         channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 1), torch.randn(30, 2)
+        data = [(x, torch.poisson(x[:, :1].exp()))]
+        posterior = uq.fit(net, data, likelihood=uq.Poisson())
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.mean, prediction.probability(0))
+        ```
     """
 
     name = "poisson"
@@ -205,6 +214,15 @@ class NegativeBinomial(LogMean):
         dispersion: between 1e-6 and 1e6; towards 0 the distribution becomes Poisson's.
         channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 1), torch.randn(30, 2)
+        data = [(x, torch.poisson(x[:, :1].exp()))]
+        posterior = uq.fit(net, data, likelihood=uq.NegativeBinomial(0.5))
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.mean, prediction.interval(0.9))
+        ```
     """
 
     name = "negative_binomial"
@@ -278,6 +296,15 @@ class Gamma(LogMean):
             regression.
         channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 1), torch.randn(30, 2)
+        data = [(x, x[:, :1].exp() * (0.1 + torch.rand(30, 1)))]
+        posterior = uq.fit(net, data, likelihood=uq.Gamma(2.0))
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.mean, prediction.interval(0.9))
+        ```
     """
 
     name = "gamma"

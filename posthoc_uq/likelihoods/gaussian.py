@@ -214,6 +214,16 @@ class Gaussian(_Normals):
 
     Raises:
         PosthocUQError: a number is out of range.
+
+    Example:
+        ```python
+        likelihood = uq.Gaussian(noise_variance=0.01)  # by default from residuals
+        data = regression_loader
+        posterior = uq.fit(regressor, data, likelihood=likelihood)
+        prediction = uq.wrap(regressor, posterior)(torch.zeros(3, 1))
+        print(prediction.mean, prediction.interval(0.95))
+        print(prediction.epistemic_variance)
+        ```
     """
 
     name = "regression"
@@ -384,6 +394,15 @@ class Heteroscedastic(_Normals):
 
     Raises:
         PosthocUQError: a number is out of range.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 2), torch.randn(30, 2)
+        data = [(x, x[:, :1] + torch.randn(30, 1))]
+        posterior = uq.fit(net, data, likelihood=uq.Heteroscedastic())
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.mean, prediction.noise_variance)
+        ```
     """
 
     name = "heteroscedastic"
@@ -540,6 +559,14 @@ class RegressionPrediction(Prediction):
 
     Raises:
         PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
+
+    Example:
+        ```python
+        predictor = uq.wrap(regressor, regression_posterior)
+        prediction = predictor(torch.zeros(3, 1))
+        print(prediction.mean, prediction.interval(0.95))
+        print(prediction.epistemic_variance, prediction.noise_variance)
+        ```
     """
 
     kind: ClassVar[str] = "values"

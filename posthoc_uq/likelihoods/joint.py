@@ -78,6 +78,20 @@ class Joint(Likelihood):
 
     Raises:
         PosthocUQError: fewer than two heads, a name that predictions have for something else, or no likelihood.
+
+    Example:
+        ```python
+        class Two(nn.Linear):  # a mapping with the outputs of two heads
+            def forward(self, x):
+                outputs = super().forward(x)
+                return {"label": outputs[:, :3], "value": outputs[:, 3:]}
+
+        net, x = Two(2, 4), torch.randn(30, 2)
+        targets = {"label": torch.arange(30) % 3, "value": x[:, :1]}
+        heads = uq.Joint(label="classification", value="regression")
+        posterior = uq.fit(net, [(x, targets)], likelihood=heads)
+        print(uq.wrap(net, posterior)(x).value.mean)
+        ```
     """
 
     name = "joint"

@@ -81,6 +81,20 @@ class Likelihood:
         missing: ``"ignore"`` where NaN stands for a target that is not there. Of several targets a sample the others
             count; a sample without any is left out as it is read.
         head_likelihoods: of several heads (`posthoc_uq.likelihoods.joint`), by name; else empty.
+
+    Example:
+        ```python
+        from torch.distributions import Laplace
+
+        class Absolute(uq.Likelihood):
+            name = "absolute"
+
+            def distribution(self, outputs):
+                return Laplace(outputs, 0.1)
+
+        data = regression_loader
+        posterior = uq.fit(regressor, data, likelihood=Absolute())
+        ```
     """
 
     name: str = ""

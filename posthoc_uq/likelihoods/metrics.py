@@ -122,7 +122,16 @@ def _check_probabilities(probs: Tensor, function: str) -> None:
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
-    """Share of inputs whose most probable class is the label."""
+    """Share of inputs whose most probable class is the label.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.accuracy(probs, labels))
+        ```
+    """
     from torchmetrics.functional.classification import multiclass_accuracy
 
     probs, labels = classified(probs, labels)
@@ -133,7 +142,16 @@ def accuracy(probs: Tensor, labels: Tensor) -> float:
 
 
 def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
-    """Share of inputs whose label is among the `k` most probable classes; of equal ones the lower index comes first."""
+    """Share of inputs whose label is among the `k` most probable classes; of equal ones the lower index comes first.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.top_k_accuracy(probs, labels, k=3))
+        ```
+    """
     probs, labels = classified(probs, labels)
     if not 1 <= k <= probs.shape[1]:
         raise PosthocUQError(f"top_k_accuracy needs k between 1 and the {probs.shape[1]} classes, not {k}.")
@@ -147,6 +165,14 @@ def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
 def brier_score(probs: Tensor, labels: Tensor) -> float:
     """Squared distance of the probabilities to the one-hot label, summed over classes, mean over inputs: between 0 and
     2 (Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review, 1950).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.brier_score(probs, labels))
+        ```
     """
     probs, labels = _rated(probs, labels)
     shares = labels if labels.ndim == 2 else torch.nn.functional.one_hot(labels, probs.shape[1])
@@ -156,6 +182,14 @@ def brier_score(probs: Tensor, labels: Tensor) -> float:
 def ranked_probability_score(probs: Tensor, labels: Tensor) -> float:
     """``1 / (C - 1) sum_k (P(class <= k) - 1[label <= k])^2`` of ordered classes, mean over inputs, in [0, 1] (Epstein,
     "A Scoring System for Probability Forecasts of Ranked Categories", 1969).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.ranked_probability_score(probs, labels))
+        ```
     """
     probs, labels = classified(probs, labels)
     reached = labels.unsqueeze(1) <= torch.arange(probs.shape[1], device="cpu")
@@ -166,6 +200,14 @@ def ranked_probability_score(probs: Tensor, labels: Tensor) -> float:
 def quadratic_kappa(predicted: Tensor, labels: Tensor, classes: int) -> float:
     """Cohen's kappa of predicted and right classes, both (inputs,), with weights by the squared distance between
     classes: 1 where all are right, 0 for chance, NaN where either has one class alone.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        predicted = prediction.predicted()
+        print(metrics.quadratic_kappa(predicted, labels, classes=5))
+        ```
     """
     from torchmetrics.functional.classification import multiclass_cohen_kappa
 
@@ -184,7 +226,16 @@ BINNINGS: tuple[str, ...] = get_args(Binning)
 
 
 class CalibrationBins(NamedTuple):
-    """Per bin, each (bins,): mean confidence and accuracy (NaN where the bin is empty), and counts."""
+    """Per bin, each (bins,): mean confidence and accuracy (NaN where the bin is empty), and counts.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        bins = metrics.calibration_bins(prediction.probs, labels, bins=5)
+        print(bins.confidence, bins.accuracy, bins.counts)
+        ```
+    """
 
     confidence: Tensor
     accuracy: Tensor
@@ -200,6 +251,14 @@ def expected_calibration_error(
     "On Calibration of Modern Neural Networks", ICML 2017). Where most confidences are near 1, bins of equal
     width leave most bins nearly empty; those of equal mass do not (Nixon et al., "Measuring Calibration in
     Deep Learning", CVPR workshops 2019).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.expected_calibration_error(probs, labels, bins=10))
+        ```
     """
     return _gap(calibration_bins(probs, labels, bins, binning))
 
@@ -207,7 +266,16 @@ def expected_calibration_error(
 def calibration_bins(
     probs: Tensor, labels: Tensor, bins: int = 15, binning: Binning = "equal_width"
 ) -> CalibrationBins:
-    """The bins behind `expected_calibration_error`, for reliability diagrams."""
+    """The bins behind `expected_calibration_error`, for reliability diagrams.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.calibration_bins(probs, labels, bins=5))
+        ```
+    """
     probs, labels = _rated(probs, labels)
     _check_bins(bins, binning)
     confidence, predicted = probs.max(dim=-1)
@@ -224,6 +292,14 @@ def classwise_calibration_error(
     classwise-ECE of Kull et al. ("Beyond temperature scaling", NeurIPS 2019); with bins of equal mass Nixon's
     adaptive calibration error. With many classes it is small because most probabilities are small: compare
     models on the same data only.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = prediction.probs
+        print(metrics.classwise_calibration_error(probs, labels))
+        ```
     """
     probs, labels = _rated(probs, labels)
     _check_bins(bins, binning)
@@ -284,6 +360,15 @@ def _multilabel(
 def mean_average_precision(probs: Tensor, labels: Tensor, there: Tensor | None = None) -> float:
     """The mean over labels of the average precision of ranking the inputs by the label's probability (mAP). Labels that
     no input has are left out; NaN if there are no others.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = torch.rand(6, 3)
+        applies = torch.tensor([[1, 0, 1], [0, 1, 0]] * 3)
+        print(metrics.mean_average_precision(probs, applies))
+        ```
     """
     from torchmetrics.functional.classification import binary_average_precision
 
@@ -304,6 +389,15 @@ def f1_score(
 ) -> float:
     """The harmonic mean of precision and recall of the labels more probable than not: the mean over labels
     (``"macro"``), or of all decisions together (``"micro"``).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = torch.rand(6, 3)
+        applies = torch.tensor([[1, 0, 1], [0, 1, 0]] * 3)
+        print(metrics.f1_score(probs, applies))
+        ```
     """
     from torchmetrics.functional.classification import multilabel_f1_score
 
@@ -320,6 +414,15 @@ def multilabel_calibration_error(
 ) -> float:
     """The expected calibration error of all labels' probabilities together, in bins of equal width: the gap between the
     mean probability in a bin and how often these labels are there.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        probs = torch.rand(6, 3)
+        applies = torch.tensor([[1, 0, 1], [0, 1, 0]] * 3)
+        print(metrics.multilabel_calibration_error(probs, applies))
+        ```
     """
     probs, labels = _multilabel(probs, labels, there, soft=True)
     _check_bins(bins)
@@ -328,7 +431,17 @@ def multilabel_calibration_error(
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
-    """Root of the mean squared error over all inputs and outputs, in units of the output."""
+    """Root of the mean squared error over all inputs and outputs, in units of the output.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        mean, variance = torch.zeros(4), torch.ones(4)
+        targets = torch.randn(4)
+        print(metrics.rmse(mean, targets))
+        ```
+    """
     from torchmetrics.functional.regression import mean_squared_error
 
     mean, targets = same_shape(mean=mean, targets=targets)
@@ -343,6 +456,15 @@ def pinball_loss(quantiles: Tensor, targets: Tensor, levels: Sequence[float]) ->
         quantiles: (inputs, levels).
         targets: (inputs,) or (inputs, 1).
         levels: of the quantiles, each in (0, 1).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        levels = [0.1, 0.5, 0.9]
+        quantiles = torch.tensor([[-1.0, 0.0, 1.0]] * 4)
+        print(metrics.pinball_loss(quantiles, torch.randn(4), levels))
+        ```
     """
     quantiles, targets = same_shape(
         quantiles=quantiles, targets=targets.reshape(-1, 1).expand(-1, len(levels))
@@ -360,6 +482,15 @@ def concordance(predicted: Tensor, lower: Tensor, upper: Tensor) -> float:
         predicted: (inputs,), times, or any number that is larger where the event comes later.
         lower: (inputs,), before which the event did not happen.
         upper: (inputs,), until which it did: of an event that was seen the same, infinity where it is not known.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        predicted = torch.tensor([1.0, 2.0, 4.0])
+        times = torch.tensor([1.5, 1.0, 3.0])
+        print(metrics.concordance(predicted, times, times))  # 2 / 3
+        ```
     """
     predicted, lower, upper = same_shape(predicted=predicted, lower=lower, upper=upper)
     pairs, right = 0, 0.0
@@ -372,7 +503,17 @@ def concordance(predicted: Tensor, lower: Tensor, upper: Tensor) -> float:
 
 
 def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
-    """Log density of the targets in nats, log N(y; mean, variance), summed over outputs, mean over inputs."""
+    """Log density of the targets in nats, log N(y; mean, variance), summed over outputs, mean over inputs.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        mean, variance = torch.zeros(4), torch.ones(4)
+        targets = torch.randn(4)
+        print(metrics.gaussian_log_density(mean, variance, targets))
+        ```
+    """
     mean, variance, targets = same_shape(mean=mean, variance=variance, targets=targets)
     if bool((variance <= 0).any()):
         raise PosthocUQError("gaussian_log_density needs a positive variance everywhere.")
@@ -385,6 +526,15 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
     `integral (F(x) - 1[x >= y])^2 dx = s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi))` with `s^2` the variance and
     `z = (y - mean) / s`, in units of the output (Gneiting and Raftery, "Strictly Proper Scoring Rules, Prediction,
     and Estimation", JASA 2007, section 4.2, with the sign turned). Where the variance is 0 it is the absolute error.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        mean, variance = torch.zeros(4), torch.ones(4)
+        targets = torch.randn(4)
+        print(metrics.crps_gaussian(mean, variance, targets))
+        ```
     """
     mean, variance, targets = same_shape(mean=mean, variance=variance, targets=targets)
     z = _standardised("crps_gaussian", mean, variance, targets)
@@ -394,7 +544,16 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
-    """Share of targets with lower <= target <= upper, over all inputs and outputs."""
+    """Share of targets with lower <= target <= upper, over all inputs and outputs.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        lower, upper = -2 * torch.ones(4), 2 * torch.ones(4)
+        print(metrics.interval_coverage(lower, upper, torch.randn(4)))
+        ```
+    """
     lower, upper, targets = same_shape(lower=lower, upper=upper, targets=targets)
     return ((lower <= targets) & (targets <= upper)).double().mean().item()
 
@@ -404,6 +563,14 @@ def interval_sharpness(lower: Tensor, upper: Tensor) -> float:
 
     Of models whose intervals cover equally often, the one with narrower intervals is better (Gneiting,
     Balabdaoui and Raftery, "Probabilistic forecasts, calibration and sharpness", JRSS B 2007).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        lower, upper = -2 * torch.ones(4), 2 * torch.ones(4)
+        print(metrics.interval_sharpness(lower, upper))  # 4.0
+        ```
     """
     lower, upper = same_shape(lower=lower, upper=upper)
     if bool((lower > upper).any()):
@@ -412,7 +579,18 @@ def interval_sharpness(lower: Tensor, upper: Tensor) -> float:
 
 
 class CoverageCurve(NamedTuple):
-    """Nominal and observed coverage, each (levels,), float64."""
+    """Nominal and observed coverage, each (levels,), float64.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        mean, variance = torch.zeros(4), torch.ones(4)
+        targets = torch.randn(4)
+        curve = metrics.coverage_curve(mean, variance, targets)
+        print(curve.nominal, curve.observed, curve.error)
+        ```
+    """
 
     nominal: Tensor
     observed: Tensor
@@ -439,6 +617,16 @@ def coverage_curve(
     Regression", ICML 2018), which shows a bias of the mean as well. A calibrated model has observed = nominal.
 
     `levels` are strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        mean, variance = torch.zeros(4), torch.ones(4)
+        targets = torch.randn(4)
+        curve = metrics.coverage_curve(mean, variance, targets, [0.5, 0.9])
+        print(curve.nominal, curve.observed, curve.error)
+        ```
     """
     mean, variance, targets = same_shape(mean=mean, variance=variance, targets=targets)
     values = [k / 20 for k in range(1, 20)] if levels is None else [float(level) for level in levels]
@@ -461,7 +649,16 @@ def _standardised(name: str, mean: Tensor, variance: Tensor, targets: Tensor) ->
 
 
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> float:
-    """Probability that a foreign input scores higher than a familiar one, ties counting half."""
+    """Probability that a foreign input scores higher than a familiar one, ties counting half.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        foreign = predictor(torch.randn(20, 1, 6, 6)).entropy()
+        print(metrics.ood_auroc(prediction.entropy(), foreign))
+        ```
+    """
     from torchmetrics.functional.classification import binary_auroc
 
     return binary_auroc(*_ranked("ood_auroc", scores_in, scores_out)).item()
@@ -473,6 +670,14 @@ def ood_aupr(scores_in: Tensor, scores_out: Tensor) -> float:
     `sum_k (recall_k - recall_(k-1)) precision_k` over the distinct scores as thresholds, in descending order
     (no interpolation). Its value for a useless score is the share of foreign inputs among all, so it compares
     scores on the same two data sets only (Davis and Goadrich, ICML 2006).
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        foreign = predictor(torch.randn(20, 1, 6, 6)).entropy()
+        print(metrics.ood_aupr(prediction.entropy(), foreign))
+        ```
     """
     from torchmetrics.functional.classification import binary_average_precision
 
@@ -486,6 +691,14 @@ def ood_fpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.95) -> float:
     `tpr` of the foreign inputs; equal scores are flagged together. Smaller is better. Some of the
     literature (Hendrycks and Gimpel 2017; Liang et al. 2018) quotes as FPR95 the share of foreign inputs
     accepted when 95 % of the familiar ones are; to get that, swap the two and negate the scores.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        foreign = predictor(torch.randn(20, 1, 6, 6)).entropy()
+        print(metrics.ood_fpr(prediction.entropy(), foreign, tpr=0.95))
+        ```
     """
     scores_in, scores_out = _both("ood_fpr", scores_in, scores_out)
     if not 0 < tpr <= 1:

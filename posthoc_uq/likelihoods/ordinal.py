@@ -51,6 +51,15 @@ class Ordinal(Likelihood):
     Attributes:
         thresholds: as a tuple, empty without.
         cumulative: whether logits without thresholds are cumulative.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 1), torch.randn(30, 2)
+        data = [(x, (x[:, 0] > 0).long() + (x[:, 0] > 1))]
+        posterior = uq.fit(net, data, likelihood=uq.Ordinal([-0.5, 0.5]))
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.probs, prediction.quantile(0.5))
+        ```
     """
 
     name = "ordinal"

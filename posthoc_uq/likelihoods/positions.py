@@ -718,6 +718,14 @@ def sequence_scores(
 
     Raises:
         PosthocUQError: the prediction has no positions, both are given, or shapes do not fit.
+
+    Example:
+        ```python
+        logits = torch.randn(10, 2, 7, 5)  # draws, sequences, tokens, classes
+        of_tokens = uq.Categorical(class_dim=-1).from_draws(logits)
+        scores = uq.sequence_scores(of_tokens)
+        print(scores.keys())
+        ```
     """
     if not isinstance(cast(Any, prediction), PositionPrediction):
         raise PosthocUQError(

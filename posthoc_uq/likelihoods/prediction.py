@@ -150,6 +150,13 @@ class Prediction(ABC):
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
+
+    Example:
+        ```python
+        print(prediction.scores().keys())  # of each, larger is less sure
+        print(prediction.quality(labels)["nll"])
+        first = prediction.picked(slice(3)).to("cpu")
+        ```
     """
 
     kind: ClassVar[str]

@@ -167,6 +167,15 @@ class Quantiles(Likelihood):
 
     Raises:
         PosthocUQError: levels that do not ascend, or fewer than two.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 3), torch.randn(30, 2)
+        data = [(x, x[:, :1] + torch.randn(30, 1))]
+        posterior = uq.fit(net, data, likelihood=uq.Quantiles([0.1, 0.5, 0.9]))
+        prediction = uq.wrap(net, posterior)(x[:3])
+        print(prediction.quantiles)
+        ```
     """
 
     name = "quantiles"

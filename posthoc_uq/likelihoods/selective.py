@@ -32,6 +32,15 @@ class RiskCoverage(NamedTuple):
         risk: mean loss of the retained inputs, in units of the loss.
         thresholds: the scores in ascending order: inputs with score <= threshold are retained; of those whose
             score equals it, as many as the coverage needs.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        wrong = (prediction.predicted() != labels).double()
+        curve = metrics.risk_coverage(prediction.entropy(), wrong)
+        print(curve.risk[-1], curve.area)  # of all inputs; AURC
+        ```
     """
 
     coverage: Tensor
@@ -52,6 +61,15 @@ def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
     Args:
         scores: (inputs,), may be infinite.
         losses: (inputs,), the loss of each input's prediction, for instance 1 where the class is wrong.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        wrong = (prediction.predicted() != labels).double()
+        curve = metrics.risk_coverage(prediction.entropy(), wrong)
+        print(curve.coverage, curve.risk, curve.area)
+        ```
     """
     scores = row("scores", scores)
     losses = row("losses", losses, len(scores))
@@ -65,7 +83,16 @@ def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
 def selective_accuracy(
     scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor
 ) -> Tensor:
-    """(rates,), float64: accuracy on the inputs that remain when a share of them, the most uncertain, is referred."""
+    """(rates,), float64: accuracy on the inputs that remain when a share of them, the most uncertain, is referred.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        scores, probs = prediction.entropy(), prediction.probs
+        print(metrics.selective_accuracy(scores, probs, labels, [0.0, 0.2]))
+        ```
+    """
     probs, labels = classified(probs, labels)
     risk = risk_coverage(scores, (probs.argmax(dim=-1) != labels).double()).risk
     return 1 - risk[[count - 1 for count in retained(rates, len(labels))]]
@@ -76,6 +103,14 @@ def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> fl
 
     The mean over the rates 0, 1 / n, ..., (n - 1) / n at which the curve changes, which is its integral over
     [0, 1): 1 - AURC of the 0/1 loss.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        scores, probs = prediction.entropy(), prediction.probs
+        print(metrics.selective_accuracy_area(scores, probs, labels))
+        ```
     """
     probs, labels = classified(probs, labels)
     return 1 - risk_coverage(scores, (probs.argmax(dim=-1) != labels).double()).area
@@ -90,6 +125,14 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
 
     Inputs that tie at the border are retained in part: the weight of each in the AUC is the share of them that the
     rate leaves.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        scores, probs = prediction.entropy(), prediction.probs
+        print(metrics.selective_auc(scores, probs, labels, [0.0, 0.2]))
+        ```
     """
     probs, labels = classified(probs, labels)
     scores = row("scores", scores, len(labels))
@@ -107,7 +150,15 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
 
 
 def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
-    """The number of inputs that each rate retains, at least one."""
+    """The number of inputs that each rate retains, at least one.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        print(metrics.retained([0.0, 0.2, 0.5], 10))  # [10, 8, 5]
+        ```
+    """
     values = [float(rate) for rate in rates]
     if not values or not all(0 <= rate < 1 for rate in values):
         raise PosthocUQError(
@@ -164,6 +215,14 @@ class Tail(Record):
     Attributes:
         values: scores in descending order, the largest familiar one first, the smallest last.
         shares: for each, its rank from above over the number of familiar inputs; ascending, the last is 1.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        tail = metrics.tail_of(torch.randn(100), points=20)
+        print(tail.values, tail.shares)
+        ```
     """
 
     values: Annotated[
@@ -210,6 +269,15 @@ def tail_of(scores: Tensor, points: int | None = None) -> Tail:
         points: how many to keep at most, an even number; all if None. With more inputs than points, half of the points
             are the largest scores, one by one, and the ranks of the others form a geometric sequence. So small shares
             are resolved for any number of inputs.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        familiar = predictor.predict(val_loader).entropy()
+        tail = metrics.tail_of(familiar)
+        print(metrics.tail_probability(tail, prediction.entropy()))
+        ```
     """
     values = _refuse_infinite("scores", scores).sort(descending=True).values
     count = len(values)
@@ -234,6 +302,15 @@ def tail_probability(tail: Tail, scores: Tensor) -> Tensor:
 
     Returns:
         (inputs,), float64, on the CPU; NaN where the score is.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        familiar = predictor.predict(val_loader).entropy()
+        tail = metrics.tail_of(familiar)
+        print(metrics.tail_probability(tail, prediction.entropy()))
+        ```
     """
     values = plain(scores)
     points = len(tail.values)
@@ -261,6 +338,17 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
 
     Returns:
         (inputs,), float64, on the CPU, not negative; higher is stranger. Fit for `ood_auroc` and the like.
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        def two(prediction):
+            return {"a": prediction.entropy(), "b": prediction.novelty()}
+
+        familiar = two(predictor.predict(val_loader))
+        print(metrics.joint_tail(familiar, two(prediction)))
+        ```
     """
     if set(familiar) != set(scores):
         raise PosthocUQError(
@@ -294,6 +382,15 @@ def referral_threshold(scores: Tensor, rate: float) -> float:
     Args:
         scores: (inputs,), for instance of validation inputs.
         rate: in [0, 1].
+
+    Example:
+        ```python
+        from posthoc_uq.evaluation import metrics
+
+        familiar = predictor.predict(val_loader).entropy()
+        threshold = metrics.referral_threshold(familiar, 0.05)
+        print(prediction.entropy() > threshold)
+        ```
     """
     scores = row("scores", scores)
     if not 0 <= rate <= 1:

@@ -143,6 +143,15 @@ class Survival(Likelihood):
 
     Raises:
         PosthocUQError: another family or censoring.
+
+    Example:
+        ```python
+        net, x = nn.Linear(2, 2), torch.randn(30, 2)
+        seen = (torch.rand(30) > 0.3).float()  # 1 where the event was seen
+        data = [(x, torch.stack([torch.rand(30) + 0.1, seen], 1))]
+        posterior = uq.fit(net, data, "diag", likelihood=uq.Survival())
+        print(uq.wrap(net, posterior)(x[:3]).survival(0.5))
+        ```
     """
 
     name = "survival"

@@ -60,6 +60,16 @@ def register_method(kind: AnyMethod) -> AnyMethod:
 
     Raises:
         PosthocUQError: another method has the name, or a file cannot hold the name.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+
+        @uq.register_method
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(uq.KFAC):
+            name = "mine"
+        ```
     """
     if re.fullmatch(r"[a-z0-9_]{1,16}", kind.name) is None:
         raise PosthocUQError(

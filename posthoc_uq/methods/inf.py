@@ -59,6 +59,13 @@ class INF(Laplace):
             earlier fit after a little more training, say. The fit then reads the data once.
         correction: of weights whose low-rank part exceeds the exact diagonal: ``"rescale"``, ``"clamp"`` or ``"none"``.
         residual_weight: omega, in [0, 1]; it can be set on the posterior, too.
+
+    Example:
+        ```python
+        posterior = uq.fit(model, train_loader, uq.INF(rank=20))
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.probs, prediction.epistemic_variance)
+        ```
     """
 
     name: ClassVar[str] = "inf"

@@ -397,6 +397,13 @@ class Diagonal(Laplace):
 
     The smallest posterior, one number a weight, in one sweep. It ignores how weights compensate each other, so take it
     where memory decides and the last layer alone would be too little.
+
+    Example:
+        ```python
+        posterior = uq.fit(model, train_loader, uq.Diagonal())
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.probs, prediction.epistemic_variance)
+        ```
     """
 
     name: ClassVar[str] = "diag"
@@ -430,6 +437,13 @@ class KFAC(Laplace):
     Attributes:
         keep_grams: keep both Grams of every layer as well, in the file too, so that data can come in and go out later
             (`posthoc_uq.update`); it doubles the size.
+
+    Example:
+        ```python
+        posterior = uq.fit(model, train_loader, uq.KFAC())
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.probs, prediction.epistemic_variance)
+        ```
     """
 
     name: ClassVar[str] = "kfac"
@@ -639,6 +653,13 @@ class EFB(Laplace):
     (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
 
     Two sweeps; nearer to the Fisher than `KFAC`, for one more number a weight.
+
+    Example:
+        ```python
+        posterior = uq.fit(model, train_loader, uq.EFB())
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.probs, prediction.epistemic_variance)
+        ```
     """
 
     name: ClassVar[str] = "efb"
@@ -722,6 +743,14 @@ class Dense(Laplace):
 
     One sweep, and a number for every pair of weights: for small models and last layers, and as a reference for other
     methods.
+
+    Example:
+        ```python
+        method = uq.Dense()
+        posterior = uq.fit(model, train_loader, method, layers="last")
+        prediction = uq.wrap(model, posterior)(images)
+        print(prediction.probs, prediction.epistemic_variance)
+        ```
     """
 
     name: ClassVar[str] = "full"

@@ -36,6 +36,14 @@ class Method(Options, ABC):
         dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
         memory_budget: bytes that one temporary of the statistics may take; by default 256 MiB.
         checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
+
+    Example:
+        ```python
+        method = uq.KFAC(fisher="exact")  # a method is its options
+        print(method)
+        posterior = uq.fit(model, train_loader, method)
+        print(posterior.method)
+        ```
     """
 
     name: ClassVar[str]

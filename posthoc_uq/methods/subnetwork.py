@@ -41,6 +41,13 @@ class Subnetwork(Laplace):
         mask: the weights to choose instead: tensors of bool by the name of the parameter, of its shape; parameters
             without one are certain.
         structure: of the Fisher: ``"full"``, or ``"diag"`` for independent weights.
+
+    Example:
+        ```python
+        method = uq.Subnetwork(n=50)  # the 50 largest weights
+        posterior = uq.fit(model, train_loader, method)
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
 
     name: ClassVar[str] = "subnetwork"

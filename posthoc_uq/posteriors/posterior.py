@@ -211,6 +211,14 @@ class Posterior:
             it has none.
         others_fingerprint: digest of the model's other parameters at the fit; None where there are none. `load` alone
             looks at it.
+
+    Example:
+        ```python
+        wider = posterior.with_settings(prior_precision=0.1)
+        weights = wider.sample(3, torch.Generator().manual_seed(0))
+        print({name: drawn.shape for name, drawn in weights.items()})
+        print(posterior.report())
+        ```
     """
 
     _covariances: Cache[Covariance]  # by block

@@ -92,6 +92,13 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
         body: how a draw of all layers but the last enters the divergence: ``"linearized"``, or ``"sample"`` to run the
             network with it; or ``"certain"``: these layers are trained and have no variances.
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
+
+    Example:
+        ```python
+        method = uq.FunctionSpace(epochs=1, context="corrupted")
+        posterior = uq.fit(model, train_loader, method)
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
 
     name: ClassVar[str] = "function_space"

@@ -96,6 +96,13 @@ class LatentBinary(Training["LatentObjective"]):
         learn_noise: train the noise variance of a regression, from its value at the start.
         prior_precision: of a weight that is on; by default that of its layer's mean square, or 1 where the start is
             random.
+
+    Example:
+        ```python
+        method = uq.LatentBinary(epochs=1)
+        posterior = uq.fit(model, train_loader, method)
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
 
     name: ClassVar[str] = "latent_binary"

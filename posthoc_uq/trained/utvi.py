@@ -100,6 +100,13 @@ class UTVI(Training["MomentObjective"]):
         unknown: what to do with a function that has no rule: ``"error"`` or ``"unscented"``; see
             `MomentsPredictor`.
         prior_precision: tau, of every weight; 1 by default.
+
+    Example:
+        ```python
+        method = uq.UTVI(epochs=1)
+        posterior = uq.fit(model, train_loader, method)
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
 
     name: ClassVar[str] = "utvi"

@@ -262,6 +262,13 @@ class MessagePassing(Method):
         batch_size: examples of a batch with ``layers="all"``; their messages are kept during a visit, and after it only
             the sum.
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
+
+    Example:
+        ```python
+        method = uq.MessagePassing(epochs=1)  # of the last layer
+        posterior = uq.fit(model, train_loader, method)
+        prediction = uq.wrap(model, posterior)(images)
+        ```
     """
 
     trains: ClassVar[bool] = True
