@@ -1,7 +1,7 @@
 """A command's parser, made from its signature: names, types, defaults and docstrings of the function, of the
 dataclasses that it takes, and of the method, likelihood or head that is chosen.
 
-jsonargparse reads values and configuration files, completes, and prints help. Around it stands what people type:
+What may be typed; jsonargparse reads values and configuration files, completes, and prints help:
 
 * Dashes and underscores are the same: ``--batch-size 5``, ``--batch_size=5``. A flag needs no value, and has an
   opposite: ``--compress``, ``--no-temperature``. ``none`` and ``null`` are Python's None.
