@@ -29,8 +29,8 @@ An answer has, where the head and the posterior's file know them:
 A wrong request gets a status of 4xx and ``{"error": "one sentence"}``, a fault of the server 500 and a line in its log.
 Requests that wait while the model runs are predicted together where their inputs have the same shape: at most
 `Limits.batch` inputs and 16.8 million numbers. Where such a batch fails it is halved until the request that the model
-does not take is alone. A model that mixes the inputs of a batch needs a batch of 1. A posterior's file that was tuned or
-updated is read when the server starts again. Limits of connections are those of `serve`; another server has its own.
+does not take is alone. A model that mixes the inputs of a batch needs a batch of 1. A posterior's file that was tuned
+or updated is read when the server starts again. Limits of connections are those of `serve`; another server has its own.
 
 Metrics: ``posthoc_uq_requests_total{endpoint,status}``, ``posthoc_uq_errors_total{kind}``, ``posthoc_uq_inputs_total``,
 ``posthoc_uq_referred_total``, ``posthoc_uq_requests_under_way``, the histograms ``posthoc_uq_entropy_nats``,
