@@ -73,9 +73,9 @@ def reliability() -> Figure:
     return plots.reliability_diagram({"plain": predicted(2.0), "INF": predicted(1.0)})
 
 
-def equal_mass() -> Figure:
-    parts = {"plain": predicted(2.0), "INF": predicted(1.0)}
-    return plots.reliability_diagram(parts, bins=10, binning="equal_mass")
+def four_models() -> Figure:
+    names = ("plain", "INF", "KFAC", "diagonal")
+    return plots.reliability_diagram(dict.fromkeys(names, predicted(1.0)), bins=10)
 
 
 def histograms() -> Figure:
@@ -132,7 +132,10 @@ def groups() -> Figure:
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("draw", "most_ink"),
-    [(f, 0.6) for f in (reliability, equal_mass, histograms, band, risk_coverage, referral, coverage, groups)]
+    [
+        (f, 0.6)
+        for f in (reliability, four_models, histograms, band, risk_coverage, referral, coverage, groups)
+    ]
     + [(map_of_two, 0.95), (map_of_four, 0.95)],  # a map fills most of its picture
 )
 def test_can_be_written_and_read_and_leaves_pyplot_alone(
@@ -176,28 +179,31 @@ def legend_of(axes: Axes) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-@pytest.mark.parametrize(("bins", "binning"), [(15, "equal_width"), (10, "equal_mass")])
-def test_reliability_lines_are_the_bins_and_the_legend_the_error(bins, binning) -> None:
-    upper, lower = (equal_mass() if binning == "equal_mass" else reliability()).axes
-    for name, scale, line in (("plain", 2.0, upper.lines[1]), ("INF", 1.0, upper.lines[2])):
+def test_reliability_has_a_panel_for_each_model_with_bins_of_equal_mass() -> None:
+    for axes, name, scale in zip(reliability().axes, ("plain", "INF"), (2.0, 1.0), strict=False):
         probs, labels = classified(scale)
-        parts = metrics.calibration_bins(probs, labels, bins, binning)
-        filled = parts.counts > 0
-        np.testing.assert_allclose(line.get_xdata(), parts.confidence[filled].numpy())
-        np.testing.assert_allclose(line.get_ydata(), parts.accuracy[filled].numpy())
-        error = metrics.expected_calibration_error(probs, labels, bins, binning)
-        assert f"{name} (ECE {error:.3f})" in legend_of(upper)
+        confidence, order = probs.amax(dim=-1).double().sort()
+        right = (probs.argmax(dim=-1) == labels)[order].double()
+        x, y = axes.lines[1].get_data()
+        # bins of 20 inputs; at the right end more, where the marks of several would lie on each other
+        chunks = confidence.reshape(15, 20).mean(dim=1), right.reshape(15, 20).mean(dim=1)
+        np.testing.assert_allclose(x[:5], chunks[0][:5], rtol=1e-6)
+        np.testing.assert_allclose(y[:5], chunks[1][:5], rtol=1e-6)
+        assert np.diff(x).min() >= 0.025 and len(x) < 15
+        error = metrics.expected_calibration_error(probs, labels)
+        assert axes.get_title(loc="left") == f"{name}\nECE {error:.3f}"
     # below, the confidences themselves, in bins of equal width
-    shares = np.histogram(classified(1.0)[0].amax(dim=-1).numpy(), np.linspace(0, 1, bins + 1))[0] / 300
-    outlines = [patch for patch in lower.patches if isinstance(patch, StepPatch)]
-    np.testing.assert_allclose(outlines[-1].get_data().values, shares)
+    shares = np.histogram(classified(1.0)[0].amax(dim=-1).numpy(), np.linspace(0, 1, 16))[0] / 300
+    (outline,) = [patch for patch in reliability().axes[3].patches if isinstance(patch, StepPatch)]
+    np.testing.assert_allclose(outline.get_data().values, shares)
+    assert len(four_models().axes) == 8  # no empty panels
 
 
 def test_reliability_bars_are_wilson_intervals() -> None:
-    # four inputs in the last bin, three right: Wilson's interval of 3/4 is 0.3006 to 0.9544
+    # four inputs, too few for more than one bin, three right: Wilson's interval of 3/4 is 0.3006 to 0.9544
     prediction = ClassPrediction.from_logits(torch.tensor([[0.99, 0.01]] * 4).log().unsqueeze(0))
     figure = plots.reliability_diagram(prediction, torch.tensor([0, 0, 0, 1]))
-    assert legend_of(figure.axes[0]) == ["perfectly calibrated", "ECE 0.240"]
+    assert figure.axes[0].get_title(loc="left") == "ECE 0.240"
     (segment,) = figure.axes[0].collections[0].get_segments()
     np.testing.assert_allclose(segment[:, 1], [0.3006, 0.9544], atol=1e-4)
 

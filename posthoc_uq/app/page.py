@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from io import BytesIO, StringIO
 from string import Template
@@ -23,6 +24,7 @@ from posthoc_uq.evaluation.measurements import (
     FAMILIAR,
     Example,
     Measurements,
+    at_one_level,
     column_decimals,
     meanings,
     measure_of,
@@ -64,8 +66,7 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
     """Reliability of classes, coverage of values."""
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
     if evaluation.classification:
-        pairs = {name: (p, evaluation.targets) for name, p in test.items()}
-        return {CALIBRATION: plots.reliability_diagram(pairs, bins=evaluation.bins)}
+        return {CALIBRATION: _reliability(evaluation, evaluation.names)}
     maps = {name: p for name, p in test.items() if isinstance(p, MapPrediction)}
     with_noise = {
         name: (p, evaluation.targets)
@@ -81,6 +82,11 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
                 prediction.picked(worst), evaluation.targets[worst], level=level
             )
     return found
+
+
+def _reliability(evaluation: Measurements, names: Sequence[str]) -> Figure:
+    pairs = {name: (evaluation.predictions[name][FAMILIAR], evaluation.targets) for name in names}
+    return plots.reliability_diagram(pairs, bins=evaluation.bins)
 
 
 def _risk(evaluation: Measurements) -> dict[str, Figure]:
@@ -122,7 +128,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var
        margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
 p { max-width: 46rem; } .note { color: var(--dim); } a { color: var(--known); }
-nav ul { columns: 19rem; max-width: 60rem; padding-left: 1.2rem; } nav li { break-inside: avoid; }
+nav ul { columns: 19rem; column-gap: 2.5rem; max-width: 60rem; padding-left: 1.2rem; } nav li { break-inside: avoid; }
 summary { cursor: pointer; color: var(--known); margin: .5rem 0; width: fit-content; }
 dl { max-width: 46rem; } dt { font-weight: 600; } dd { margin: 0 0 .4rem 1.2rem; color: var(--dim); }
 .scroll { overflow-x: auto; background:  /* a shadow on the side where there is more */
@@ -173,8 +179,8 @@ _TABLES = {
 
 _FIGURES = {
     CALIBRATION: "How often predictions are right, over how sure they are. On the dashed diagonal the two agree; below "
-    "it, predictions are too sure. Vertical bars: where the line may lie, given so few inputs (95 %). Lower panel: how "
-    "many inputs there are.",
+    "it, predictions are too sure. Each point stands for 20 inputs or more; its bar says where it may lie, given so "
+    "few (95 %). Below: how many inputs there are.",
     COVERAGE: "How many targets lie inside the predicted intervals, over how many should. On the dashed diagonal the "
     "two agree; below it, the intervals are too narrow.",
     MAPS: "Targets, predicted means and deviations, and novelty, of the inputs with the largest errors.",
@@ -215,6 +221,16 @@ def html(evaluation: Measurements, title: str) -> str:
         for name, figure in (_quality(evaluation) | _promises(evaluation) | _risk(evaluation)).items()
     }
     # a figure for each panel: the page is as wide as its reader's screen
+    if CALIBRATION in drawn:
+        drawn[CALIBRATION] = {name: _reliability(evaluation, [name]) for name in evaluation.names}
+    if GROUPS in drawn:
+        drawn[GROUPS] = {
+            f"coverage by {by}, {name}": plots.group_panels(
+                {name: replace(found, groups=[own for own in found.groups if own.by == by])}
+            )
+            for name, found in evaluation.coverage_by_group.items()
+            for by in dict.fromkeys(own.by for own in found.groups)
+        }
     panels = {name: _histograms({name: panel}) for name, panel in _panels(evaluation).items()}
     drawn |= {FOREIGN: panels} if panels else {}
     parts: dict[str, str] = {}
@@ -275,13 +291,15 @@ def _headline(evaluation: Measurements) -> set[str]:
 
 
 def _tables(evaluation: Measurements, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The rows of the headline's scores, all rows folded, and folded what the words mean."""
+    """The rows of the headline's scores and one level of promises, all folded, and folded what the words mean."""
     place = header.index("score") if "score" in header else None
     scores = [] if place is None else list(dict.fromkeys(row[place] for row in rows))
     parts: list[str] = []
     first = [row for row in rows if place is None or row[place] in _headline(evaluation)]
     if first and len(first) < len(rows):
         parts += [_table(header, first), _folded(f"All {len(scores)} scores", _table(header, rows))]
+    elif (of_one := at_one_level((header, rows)))[0] != header:
+        parts += [_table(*of_one), _folded("All levels", _table(header, rows))]
     else:
         parts.append(_table(header, rows))
     explained = meanings([*header, *scores])

@@ -63,6 +63,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 GREY = "#595959"
 _MAX_DRAWN = 16  # inputs of one figure
+_Numbers = NDArray[np.float64]
+_MARK = 0.025  # of an axis from 0 to 1
+_IN_A_BIN = 20  # inputs, at least, for an accuracy that says something
 REFERENCE = (0, (4, 3))
 """The dashes of reference lines."""
 
@@ -151,24 +154,17 @@ def _label(name: str, measured: str) -> str:
 # Calibration: classes by confidence, regressions by their intervals.
 
 
-def reliability_diagram(
-    prediction: Models,
-    labels: Tensor | None = None,
-    *,
-    bins: int = 15,
-    binning: metrics.Binning = "equal_width",
-) -> Figure:
-    """Accuracy over confidence, one line per model, and below it the distribution of the confidences.
+def reliability_diagram(prediction: Models, labels: Tensor | None = None, *, bins: int = 15) -> Figure:
+    """Accuracy over confidence, a panel for each model, and below it the distribution of the confidences.
 
-    Points sit at the mean confidence of their bin; a vertical bar is the 95 % Wilson interval of the
-    accuracy, wide where a bin holds few inputs. The legend gives the expected calibration error. The lower
-    panel always has bins of equal width, since bins of equal mass would all have the same height.
+    Points are bins of 20 inputs at their mean confidence; those whose marks would lie on each other are merged. On the dashed
+    diagonal accuracy and confidence agree; below it predictions are too sure. A vertical bar is the 95 % Wilson
+    interval of the accuracy. Titles give the expected calibration error in bins of equal width.
 
     Args:
         prediction: of classes, or by name a prediction and its labels.
         labels: (inputs,) integers, or soft labels in the shape of the probabilities.
-        bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
-        binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
+        bins: of the error and of the distribution, as in `metrics.expected_calibration_error`.
 
     Example:
         ```python
@@ -181,35 +177,50 @@ def reliability_diagram(
         ```
     """
     pairs = _of_classes("reliability_diagram", prediction, labels)
-    figure = new_figure(5.6, 6.2 + 0.22 * len(pairs))
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    _draw_diagonal(upper)
-    for index, (name, (rows, own)) in enumerate(pairs.items()):
-        colour, probs = COLOURS[index % len(COLOURS)], rows.probs
-        parts = metrics.calibration_bins(probs, own, bins, binning)
-        confidence, accuracy, count = (tensor.numpy() for tensor in parts)
-        error = metrics.expected_calibration_error(probs, own, bins, binning)
-        filled = count > 0
-        low, high = wilson(accuracy[filled], count[filled])
-        upper.vlines(confidence[filled], low, high, color=colour, alpha=0.35, linewidth=2)
-        upper.plot(
-            confidence[filled],
-            accuracy[filled],
-            label=_label(name, f"ECE {error:.3f}"),
-            **line_style(index, marker_size=5),
-        )
-        widths = metrics.calibration_bins(probs, own, bins).counts.numpy()
-        share, edges = widths / widths.sum(), np.linspace(0, 1, bins + 1)
-        lower.stairs(share, edges, **line_style(index))
-        lower.stairs(share, edges, color=colour, fill=True, alpha=0.15)
-    upper.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), ylabel="accuracy")
-    legend_above(upper)
-    lower.set(xlabel="confidence (largest probability)", ylabel="share of inputs", ylim=(0, None))
-    lower.yaxis.set_major_formatter(FuncFormatter(percent))
-    for axes in (upper, lower):
-        clean(axes)
+    columns = min(len(pairs), 3)
+    rows = -(-len(pairs) // columns)
+    figure = new_figure(0.8 + 3.2 * columns, 0.5 + 4.3 * rows)
+    grid = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, height_ratios=(3, 1) * rows)
+    for index, (name, (found, own)) in enumerate(pairs.items()):
+        row, column = divmod(index, columns)
+        upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
+        _draw_diagonal(upper)
+        points = max(1, len(own) // _IN_A_BIN)
+        parts = metrics.calibration_bins(found.probs, own, points, "equal_mass")
+        confidence, accuracy, count = _apart(*(tensor[parts.counts > 0].numpy() for tensor in parts))
+        upper.vlines(confidence, *wilson(accuracy, count), color=COLOURS[0], alpha=0.35, linewidth=2)
+        upper.plot(confidence, accuracy, **line_style(0, marker_size=5))
+        error = metrics.expected_calibration_error(found.probs, own, bins)
+        title = f"{name}\nECE {error:.3f}" if name else f"ECE {error:.3f}"
+        upper.set_title(title, loc="left", fontsize="medium")
+        upper.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+        of_width = metrics.calibration_bins(found.probs, own, bins).counts.numpy()
+        edges = np.linspace(0, 1, bins + 1)
+        lower.stairs(of_width / of_width.sum(), edges, color=COLOURS[0], fill=True, alpha=0.35)
+        lower.set(ylim=(0, None), xlabel="confidence")
+        lower.yaxis.set_major_formatter(FuncFormatter(percent))
+        if column == 0:
+            upper.set_ylabel("accuracy")
+            lower.set_ylabel("inputs")
+        for axes in (upper, lower):
+            clean(axes)
+            axes.tick_params(labelbottom=axes is lower)
+    for axes in grid.reshape(rows, 2, columns)[-1, :, len(pairs) - (rows - 1) * columns :].flat:
+        axes.remove()
     figure.align_ylabels()
     return figure
+
+
+def _apart(confidence: _Numbers, accuracy: _Numbers, count: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Bins, those merged whose marks would lie on each other."""
+    sums: list[_Numbers] = []  # over the inputs of each bin: confidences, right answers, inputs
+    for one in np.stack([confidence * count, accuracy * count, count], axis=1):
+        if sums and one[0] / one[2] - sums[-1][0] / sums[-1][2] < _MARK:
+            sums[-1] = sums[-1] + one
+        else:
+            sums.append(one)
+    confidences, right, inputs = np.array(sums).T
+    return confidences / inputs, right / inputs, inputs
 
 
 def coverage_plot(

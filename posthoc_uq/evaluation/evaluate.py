@@ -46,6 +46,7 @@ from posthoc_uq.evaluation.measurements import (
     Example,
     Measurements,
     ReportTable,
+    at_one_level,
     column_decimals,
     column_meanings,
     title_of,
@@ -79,13 +80,14 @@ class Evaluation(Measurements):
 
     def __str__(self) -> str:
         parts, said = list[str](), set[str]()
-        for title, (header, rows) in self.tables().items():
+        for title, table in self.tables().items():
+            header, rows = at_one_level(table)
             lines = [line for line in column_meanings(header) if line not in said]
             said |= {*lines}
-            table = text_table(
+            text = text_table(
                 [*map(title_of, header)], rows, digits=column_decimals(header, rows), indent="  "
             )
-            parts.append("\n".join([f"{title}\n\n{table}", *(f"  {line}" for line in lines)]))
+            parts.append("\n".join([f"{title}\n\n{text}", *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:

@@ -598,6 +598,19 @@ def _least_covered(by_class: Mapping[str, Mapping[str, float]]) -> dict[str, Map
     return dict(sorted(by_class.items(), key=coverage)[:_MAX_CLASSES])
 
 
+def at_one_level(table: ReportTable) -> ReportTable:
+    """A table of promises at 90 %, or at the highest level below it, without the columns of other levels; any other
+    table as it is."""
+    header, rows = table
+    levels = [column.removeprefix(f"{OBSERVED}_") for column in header if column.startswith(f"{OBSERVED}_")]
+    if len(levels) < 2:
+        return table
+    shown = max((level for level in levels if float(level) <= 90), key=float)
+    others = tuple(f"_{level}" for level in levels if level != shown)
+    kept = [i for i, column in enumerate(header) if not column.endswith(others)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
 def column_meanings(header: Sequence[str]) -> list[str]:
     """What the columns of promises mean, a line each."""
     known = {*map(_plain, header)}
