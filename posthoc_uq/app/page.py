@@ -24,6 +24,7 @@ from posthoc_uq.evaluation.measurements import (
     FAMILIAR,
     Example,
     Measurements,
+    ReportTable,
     at_one_level,
     column_decimals,
     meanings,
@@ -237,7 +238,7 @@ def html(evaluation: Measurements, title: str) -> str:
     for start, note in _TABLES.items():
         for heading, table in evaluation.tables().items():
             if heading.startswith(start):
-                parts[heading] = _note(note) + _tables(evaluation, *table)
+                parts[heading] = _note(note) + _tables(evaluation, table)
         for heading in _FIGURES_AFTER.get(start, ()):
             if heading in drawn:
                 parts[heading] = _note(_FIGURES[heading]) + _pictures(evaluation, drawn[heading])
@@ -290,15 +291,16 @@ def _headline(evaluation: Measurements) -> set[str]:
     return {evaluation.default_score, "novelty", *of_values, *joint}
 
 
-def _tables(evaluation: Measurements, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _tables(evaluation: Measurements, table: ReportTable) -> str:
     """The rows of the headline's scores and one level of promises, all folded, and folded what the words mean."""
+    header, rows = table
     place = header.index("score") if "score" in header else None
     scores = [] if place is None else list(dict.fromkeys(row[place] for row in rows))
     parts: list[str] = []
     first = [row for row in rows if place is None or row[place] in _headline(evaluation)]
     if first and len(first) < len(rows):
         parts += [_table(header, first), _folded(f"All {len(scores)} scores", _table(header, rows))]
-    elif (of_one := at_one_level((header, rows)))[0] != header:
+    elif len((of_one := at_one_level(table))[0]) < len(table[0]):
         parts += [_table(*of_one), _folded("All levels", _table(header, rows))]
     else:
         parts.append(_table(header, rows))

@@ -157,8 +157,8 @@ def _label(name: str, measured: str) -> str:
 def reliability_diagram(prediction: Models, labels: Tensor | None = None, *, bins: int = 15) -> Figure:
     """Accuracy over confidence, a panel for each model, and below it the distribution of the confidences.
 
-    Points are bins of 20 inputs at their mean confidence; those whose marks would lie on each other are merged. On the dashed
-    diagonal accuracy and confidence agree; below it predictions are too sure. A vertical bar is the 95 % Wilson
+    Points are bins of 20 inputs at their mean confidence; those whose marks would lie on each other are merged. On the
+    dashed diagonal accuracy and confidence agree; below it predictions are too sure. A vertical bar is the 95 % Wilson
     interval of the accuracy. Titles give the expected calibration error in bins of equal width.
 
     Args:
