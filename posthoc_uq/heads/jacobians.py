@@ -44,22 +44,16 @@ class Pulled:
     Attributes:
         layer: the layer.
         activations: of the batch.
-        gradients: makes, for so many functions, all gradients ``(samples, G, functions, m, T)``.
+        gradients: makes all gradients ``(samples, G, functions, m, T)``.
     """
 
     layer: Layer
     activations: Operand
-    gradients: Callable[[int], Tensor]
-
-    def rows(self, functions: int) -> LayerRows:
-        """As a covariance takes them."""
-        return LayerRows(self.activations, self.gradients(functions))
+    gradients: Callable[[], Tensor]
 
     def part(self, samples: Tensor) -> Pulled:
         """The same for some samples, by their indices."""
-        return Pulled(
-            self.layer, self.activations.part(samples), lambda functions: self.gradients(functions)[samples]
-        )
+        return Pulled(self.layer, self.activations.part(samples), lambda: self.gradients()[samples])
 
 
 def pull_back(
@@ -74,24 +68,30 @@ def pull_back(
         dtype: of activations and output gradients.
         last: whether these are the last backward passes through this recording.
     """
-    layers, caught = dict[str, Pulled](), dict[str, dict[int, list[Tensor]]]()
+    layers, places = dict[str, Pulled](), dict[str, list[tuple[Tensor, ...]]]()
     for place, number in enumerate(split_progress(numbers)):
+        targets, sources = list[Tensor](), list[Tensor]()
 
-        def collect(layer_gradients: LayerGradients, place: int = place) -> None:
-            name = layer_gradients.layer.name
+        def collect(
+            found: LayerGradients,
+            place: int = place,
+            targets: list[Tensor] = targets,
+            sources: list[Tensor] = sources,
+        ) -> None:
+            name = found.layer.name
             if name not in layers:  # the activations are those of the first function
-                activations = layer_gradients.activations(dtype)
-                caught[name] = {}
-                stacked = partial(layer_gradients.stacked, caught[name], dtype)
-                layers[name] = Pulled(layer_gradients.layer, activations, stacked)
-            gradients = (call.output_gradient for call in layer_gradients.calls)
-            caught[name][place] = [gradient for gradient in gradients if gradient is not None]
+                room, places[name] = found.room(len(numbers), dtype)
+                layers[name] = Pulled(found.layer, found.activations(dtype), partial(found.stacked, room))
+            gradients = (call.output_gradient for call in found.calls)
+            sources.extend(gradient for gradient in gradients if gradient is not None)
+            targets.extend(of_call[place] for of_call in places[name])
 
-        recording.pull_back(
-            gradient(number).reshape(recording.outputs.shape),
-            collect,
-            last=last and place == len(numbers) - 1,
-        )
+        of_outputs, shape = gradient(number), recording.outputs.shape
+        if of_outputs.shape != shape:
+            of_outputs = of_outputs.reshape(shape)
+        recording.pull_back(of_outputs, collect, last=last and place == len(numbers) - 1)
+        # at once, so that each function's gradients are freed before the next pass: memory stays in one piece
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
     return list(layers.values())
 
 
@@ -128,7 +128,7 @@ class WeightCovariance:
         while pulled:
             layer = pulled.pop()
             block = self._home[layer.layer.name]
-            rows = {layer.layer.name: layer.rows(functions)}
+            rows = {layer.layer.name: LayerRows(layer.activations, layer.gradients())}
             if len(self._members[block]) == 1:
                 parts.append(self._blocks[block].contract(self._members[block], rows, mode))
             else:
@@ -173,7 +173,9 @@ class WeightCovariance:
             names = {layer.name for layer in layers}
             rows = {each.layer.name: each for each in pulled if each.layer.name in names}
             if rows:
-                of_block = {name: each.rows(functions) for name, each in rows.items()}
+                of_block = {
+                    name: LayerRows(each.activations, each.gradients()) for name, each in rows.items()
+                }
                 found = torch.stack(self._blocks[block].against_prior(layers, of_block, prior, double))
                 sums = sums.to(found.device) + found
         return sums[0], sums[1]

@@ -187,7 +187,7 @@ class Linearization(LinearizedOutputs):
             Pulled(
                 each.layer,
                 each.activations.part(slice(0, 1)),
-                lambda _, each=each: each.gradients(1).transpose(0, 2),
+                lambda each=each: each.gradients().transpose(0, 2),
             )
             for each in of_copies
         ]

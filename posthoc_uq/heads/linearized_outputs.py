@@ -568,7 +568,7 @@ class LastLayerOutputs(LinearizedOutputs):
         """Of the classes at `indices` alone: a class's gradient at the layer's outputs is a unit vector."""
         units = F.one_hot(indices, self._rows.shape[1]).to(self._activations)
         gradients = units[:, None, :, :, None]
-        pulled = Pulled(self._layer, Rows(self._activations[:, None, None]), lambda _: gradients)
+        pulled = Pulled(self._layer, Rows(self._activations[:, None, None]), lambda: gradients)
         return self._result(self._weights.contract([pulled], len(indices), indices.shape[1], mode))
 
     def _spread(self) -> tuple[Tensor, LogitCovariance | None]:

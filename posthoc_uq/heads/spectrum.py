@@ -164,7 +164,7 @@ class Spectrum:
         squares, columns = dict[str, Tensor](), list[Tensor]()
         while pulled:
             layer = pulled.pop()
-            name, rows = layer.layer.name, layer.rows(functions)
+            name, rows = layer.layer.name, LayerRows(layer.activations, layer.gradients())
             own = self._layers[name]
             if layer.activations.positions > 1:
                 if points is None:

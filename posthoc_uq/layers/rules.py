@@ -454,38 +454,37 @@ class LayerGradients:
             )
         return torch.cat(gradients, dim=2)
 
-    def stacked(self, of_functions: Mapping[int, list[Tensor]], dtype: torch.dtype, functions: int) -> Tensor:
-        """The output gradients of several functions, ``(samples, G, functions, m, T)`` in `dtype`: all at once, which
-        takes fewer calls than one by one.
+    def room(self, functions: int, dtype: torch.dtype) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+        """Zeros for the output gradients of several functions, side by side so that reading them as rows finds them in
+        the order of memory: a tensor for each call, and for each call the place of every function in it.
+        """
+        dim = 1 if self.layer.convolutional or self.layer.rule.by_gradients else -2
+        room = list[Tensor]()
+        for call in self.calls:
+            if call.output_gradient is not None:
+                shape = list(call.output_gradient.shape)
+                shape.insert(1 if dim == 1 else len(shape) - 1, functions)
+                room.append(call.output_gradient.new_zeros(shape, dtype=dtype))
+        return room, [of_call.unbind(dim) for of_call in room]
 
-        Args:
-            of_functions: by a function's number the gradients at the output of each call; zero where there are none.
-            dtype: of the result.
-            functions: how many there are.
+    def stacked(self, room: Sequence[Tensor]) -> Tensor:
+        """The output gradients in `room` as ``(samples, G, functions, m, T)``.
 
         Raises:
             UnsupportedLayerError: the samples cannot be told apart.
         """
-        none = (
-            [torch.zeros_like(g) for g in next(iter(of_functions.values()))]
-            if len(of_functions) < functions
-            else []
-        )
-        calls = zip(*(of_functions.get(number, none) for number in range(functions)), strict=True)
-        rows = [self._rows_of_functions(gradients, dtype) for gradients in calls]
+        rows = [self._rows_of_functions(of_call) for of_call in room]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=4)
 
-    def _rows_of_functions(self, gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def _rows_of_functions(self, stacked: Tensor) -> Tensor:
         """Of one call."""
-        layer, functions = self.layer, len(gradients)
-        if layer.convolutional or layer.rule.by_gradients:
-            stacked = torch.stack(list(gradients), 1).to(dtype)
-        else:  # (samples, T, functions, features), in the order of memory
-            features = torch.stack(list(gradients), -2).to(dtype)
-            rows = self._by_sample(features.flatten(-2)).unflatten(-1, features.shape[-2:])
+        layer = self.layer
+        if not (layer.convolutional or layer.rule.by_gradients):  # (samples, T, functions, features)
+            rows = self._by_sample(stacked.flatten(-2)).unflatten(-1, stacked.shape[-2:])
             if type(layer.rule).output_rows is LayerRule.output_rows:
                 return rows.permute(0, 2, 3, 1).unsqueeze(1)
             stacked = rows.transpose(1, 2)
+        functions = stacked.shape[1]
         rows = layer.rule.output_rows(stacked.flatten(0, 1), layer)
         return rows.unflatten(0, (-1, functions)).permute(0, 2, 1, 4, 3)
 

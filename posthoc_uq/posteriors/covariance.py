@@ -662,7 +662,8 @@ class Independent(Covariance):
 
         def work(part: slice | Tensor, double: bool) -> Contracted:
             if isinstance(part, slice) and is_all(part, len(gradients)):
-                return self._contracted(activations, gradients, mode, double, False)
+                once = copy.copy(activations)  # what it keeps for its products is freed with it
+                return self._contracted(once, gradients, mode, double, False)
             return self._contracted(activations.part(part), gradients[part], mode, double, False)
 
         return self._checked(work, gradients.shape[0], mode)
