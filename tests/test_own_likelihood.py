@@ -215,7 +215,7 @@ class TestFit:
         text = (Path(__file__).parents[1] / "docs" / "guides" / "new_likelihood.md").read_text(
             encoding="utf-8"
         )
-        shown = text.split("```python\n")[1].split("```")[0]
+        shown = text.split("```python fixture\n")[1].split("```")[0]
         names = {"__name__": __name__}
         exec(shown, names)
         x, y = data()
