@@ -91,7 +91,7 @@ def pull_back(
             of_outputs = of_outputs.reshape(shape)
         recording.pull_back(of_outputs, collect, last=last and place == len(numbers) - 1)
         # at once, so that each function's gradients are freed before the next pass: memory stays in one piece
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return list(layers.values())
 
 
