@@ -34,3 +34,5 @@ def test_weights_in_another_order_are_refused(photos: Namespace) -> None:
 def test_smoke(tmp_path: Path) -> None:
     smoke("photos.run", "--output", tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".h5", ".png", ".md", ".json"}
+    smoke("photos.first_picture", "--output", tmp_path)
+    assert (tmp_path / "first_picture.png").exists()
