@@ -68,7 +68,6 @@ def first_pages() -> dict[str, Any]:
 
 
 BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": first_pages,
     "docs/getting_started.md": first_pages,
 }
 
@@ -114,7 +113,6 @@ def run(code: Any, names: dict[str, Any]) -> None:
 
 
 SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "README.md": {"prediction": lambda prediction: prediction.probs.shape == (8, 5)},
     "docs/getting_started.md": {"posterior": lambda posterior: isinstance(posterior, uq.Posterior)},
     "docs/methods/likelihoods.md": {
         "posterior": lambda posterior: list(posterior.layers) == ["heads.box_predictor.cls_score"],
