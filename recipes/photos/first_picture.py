@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import posthoc_uq as uq
-from recipes.common import looked_at, parsed, parser, save_figure
+from recipes.common import looked_at, markdown, parsed, parser, report, save_figure
 from recipes.photos.efficientnet import class_names, efficientnet_lite0
 from recipes.photos.pictures import FIT_PHOTOS, centre_crop, photo, preprocess, random_crops
 
@@ -126,7 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.set_defaults(crops=120)
     options = parsed(command, arguments, crops=24)
     prediction, names = classified(options.crops, options.seed)
-    save_figure(picture(prediction, names, options.seed), options.output / "first_picture.png", options.smoke)
+    drawn = picture(prediction, names, options.seed)
+    save_figure(drawn, options.output / "first_picture.png", options.smoke)
+    sets = [[names[c] for c in chosen.nonzero().flatten().tolist()] for chosen in prediction.set(0.9)]
+    familiarity = prediction.familiarity().tolist()
+    rows = [["picture", "set", "familiarity"]]
+    for name, chosen, known in zip(SHOWN, sets, familiarity, strict=True):
+        rows.append([name, ", ".join(chosen), f"{known:.3f}"])
+    report(options, "first_picture", markdown(rows), {"sets": sets, "familiarity": familiarity})
 
 
 if __name__ == "__main__":
