@@ -62,9 +62,7 @@ def without_blocks(page: Path) -> str:
 NOT_YET = {
     "docs/getting_started.md",
     "docs/guides/calibration.md",
-    "docs/guides/tabular.md",
     "docs/language_models.md",
-    "docs/methods/changing_data.md",
     "docs/methods/heads.md",
     "docs/methods/latent_binary.md",
     "docs/methods/likelihoods.md",
