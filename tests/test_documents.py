@@ -241,3 +241,14 @@ def test_the_generated_reference_has_every_command_with_its_options(monkeypatch:
         "--json",
     ):
         assert text.count(f"| `{option}`") == 1, option
+
+
+def test_code_fits_the_column_of_a_page() -> None:
+    long = {
+        f"{page}: {line}"
+        for page in sorted({*PAGES} - NOT_YET)
+        for block in blocks(page)
+        for line in block.content.splitlines()
+        if len(line) > 66
+    }
+    assert not long
