@@ -17,7 +17,6 @@ from documents import NOT_YET, PAGES, ROOT, blocks, fences, without_blocks
 from networks import registries_restored
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 import posthoc_uq as uq
 from posthoc_uq.app import WrongUsage
@@ -53,24 +52,6 @@ def given() -> dict[str, Any]:
     }
 
 
-def first_pages() -> dict[str, Any]:
-    """What the first pages, whose examples are short, leave to the reader beside."""
-    loader = given()["train_loader"]
-    return {
-        "uq": uq,
-        "torch": torch,
-        "DataLoader": DataLoader,
-        "DistributedSampler": DistributedSampler,
-        "loader": loader,
-        "test_loader": loader,
-        "digits": [3 * torch.randn(40, 1, 6, 6)],
-    }
-
-
-BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
-    "docs/getting_started.md": first_pages,
-}
-
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
@@ -92,7 +73,6 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     with torch.random.fork_rng(), registries_restored():
         names = given()
         model, before = names["model"], {k: v.clone() for k, v in names["model"].state_dict().items()}
-        names |= BESIDE.get(page, dict)()
         try:
             for block in blocks(page):
                 run(compile(block.content, str(ROOT / page), "exec", dont_inherit=True), names)
@@ -113,7 +93,6 @@ def run(code: Any, names: dict[str, Any]) -> None:
 
 
 SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "docs/getting_started.md": {"posterior": lambda posterior: isinstance(posterior, uq.Posterior)},
     "docs/methods/likelihoods.md": {
         "posterior": lambda posterior: list(posterior.layers) == ["heads.box_predictor.cls_score"],
         "prediction": lambda prediction: prediction.probs.shape == (4, 3),
