@@ -52,7 +52,6 @@ def given() -> dict[str, Any]:
     }
 
 
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "page",
