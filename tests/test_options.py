@@ -188,6 +188,28 @@ def test_what_was_meant() -> None:
     assert did_you_mean("Rank", ["rank"]) == " Did you mean 'rank'?"
 
 
+def test_arguments_of_laplace_torch_are_named_as_they_are_here(
+    fitted: tuple[nn.Module, uq.Posterior],
+) -> None:
+    network, posterior = fitted
+    with pytest.raises(
+        uq.PosthocUQError, match=r"subset_of_weights is layers='last' or layers='all' in uq\.fit"
+    ):
+        uq.fit(network, [torch.randn(4, 4)], subset_of_weights="last_layer")
+    with pytest.raises(uq.PosthocUQError, match=r"go to uq\.wrap\. link_approx is link='probit'"):
+        uq.wrap(network, posterior)(torch.randn(4, 4), link_approx="probit")
+
+
+def test_what_is_listed_and_printed_can_be_used(fitted: tuple[nn.Module, uq.Posterior]) -> None:
+    network, posterior = fitted
+    classes = {"interval", "set"} & set(dir(uq.wrap(network, posterior)(torch.randn(4, 4))))
+    assert classes == {"set"}
+    lines = str(posterior.history).splitlines()
+    assert (
+        len(lines) > 2 and lines[0].startswith("fit: ") and not any(line.endswith(": None") for line in lines)
+    )
+
+
 def test_the_command_line_reads_the_same_declaration() -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(uq.INF, "method")

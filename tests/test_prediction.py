@@ -360,14 +360,14 @@ def test_repr_is_short() -> None:
 
 
 OF_ALL = (
-    "answers cat entropy epistemic_variance familiarity interval kind log_prob novelty outputs_mean picked promises "
-    "quality scores set to to_dict"
+    "answers cat entropy epistemic_variance familiarity kind log_prob novelty outputs_mean picked promises quality "
+    "scores to to_dict"
 )
 OF_CLASSES = (
     "classes expected_entropy from_logits log_probs logits_mean logits_variance max_probability mutual_information "
-    "predicted probs probs_variance sample_entropy top_k variation_ratio votes"
+    "predicted probs probs_variance sample_entropy set top_k variation_ratio votes"
 )
-OF_VALUES = "classes mean noise_variance normal quantile sample standard_deviation variance"
+OF_VALUES = "classes interval mean noise_variance normal quantile sample standard_deviation variance"
 OF_HEADS = (
     "at device functional_covariance functional_mean functional_samples functional_variance head model novelty "
     "posterior predict predictive_samples promises to"

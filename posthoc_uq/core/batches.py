@@ -39,7 +39,7 @@ from posthoc_uq.core.graphs import (
     tensors_of_graph,
 )
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
-from posthoc_uq.core.options import Natural, Options
+from posthoc_uq.core.options import Natural, Options, laplace_names
 from posthoc_uq.core.outputs import (
     Output,
     OutputChoice,
@@ -1257,6 +1257,8 @@ def _other_names(network: nn.Module, batch: Batch) -> str:
     stray = [name for name in batch.kwargs if name not in (parameters or batch.kwargs)]
     if parameters is None or not stray:
         return ""
+    if all(isinstance(batch.kwargs[name], (str, bool, int, float)) for name in stray):
+        return f"The model takes {list(parameters)}; options of the prediction go to uq.wrap.{laplace_names(stray)}"
     if len(parameters) == 1:
         (only,) = parameters
         chosen = only if only in batch.kwargs else stray[0]

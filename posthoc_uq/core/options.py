@@ -217,6 +217,20 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if close else ""
 
 
+LAPLACE_NAMES = {
+    "subset_of_weights": "layers='last' or layers='all' in uq.fit",
+    "hessian_structure": "method='kfac', 'diag' or 'full' in uq.fit",
+    "pred_type": "head='linearized' or head='sampling' in uq.wrap",
+    "link_approx": "link='probit' or link='mc' in uq.wrap",
+}
+"""Arguments of laplace-torch, and what they are here."""
+
+
+def laplace_names(names: Iterable[str]) -> str:
+    """What arguments of laplace-torch are here, to follow an error; or nothing."""
+    return "".join(f" {name} is {LAPLACE_NAMES[name]}." for name in names if name in LAPLACE_NAMES)
+
+
 def check_names(what: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuse names of options that `what` does not take; `others` are more names that may have been meant.
 
@@ -226,7 +240,7 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str], others: I
     names = list(known)
     stray = [name for name in given if name not in names]
     if stray:
-        close = did_you_mean(stray, [*names, *others])
+        close = laplace_names(stray) or did_you_mean(stray, [*names, *others])
         raise PosthocUQError(f"{what} does not take {stray}{'' if close else f'; it takes {names}'}.{close}")
 
 

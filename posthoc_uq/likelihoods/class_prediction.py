@@ -190,6 +190,10 @@ class LogitsPrediction(Prediction):
     probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     logits: GaussianLogits | MixedLogits | None = field(default=None, kw_only=True)
 
+    def __dir__(self) -> list[str]:
+        ordered = type(self).interval is not ClassPrediction.interval  # other classes have no intervals
+        return [name for name in super().__dir__() if name != "interval" or ordered]
+
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Of predictions of values: bounds of them with a promised probability."""
         raise no_interval_error()

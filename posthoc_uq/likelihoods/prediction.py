@@ -221,7 +221,8 @@ class Prediction(ABC):
             vars(self)[name] = value if whole else at_least_float32(value)
 
     def __dir__(self) -> list[str]:
-        return shown_names(self, Prediction)
+        values = type(self).set is Prediction.set  # which have no sets
+        return [name for name in shown_names(self, Prediction) if name != "set" or not values]
 
     def __len__(self) -> int:
         """Number of inputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import exp, inf, isfinite, isnan
 from typing import Annotated, Any, Literal
 
@@ -390,6 +390,10 @@ class History:
     def __post_init__(self) -> None:
         for name in ("fit", "deterministic", "tuning"):
             object.__setattr__(self, name, ReadOnly(getattr(self, name)))
+
+    def __str__(self) -> str:
+        records = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return "\n".join(f"{name}: {record}" for name, record in records if record)
 
     def noted(self, **records: Mapping[str, Any] | Record | None) -> History:
         """With other records, or with more in those of these names; what a record has already is replaced."""
