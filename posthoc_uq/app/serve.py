@@ -768,7 +768,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
         PosthocUQError: there are other names than classes.
     """
     known, promises = prediction.scores(), prediction.promises
-    scores = {name: values.tolist() for name, values in known.items()}
+    scores = {name: known[name].tolist() for name in SCORES if name in known}  # the others are computed when read
     referral, tails, familiarity = None, None, None
     judged = dict[str, list[float]]()  # as held-out scores are
     reasons: dict[str, list[bool]] = {}
@@ -791,7 +791,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             "label_1": first.get("label"),
             "probability_1": first.get("probability"),
             "mean": " ".join(f"{value:.6g}" for value in mean) if isinstance(mean, list) else mean,
-            **{name: _finite_or_none(scores[name][index]) for name in SCORES if name in scores},
+            **{name: _finite_or_none(values[index]) for name, values in scores.items()},
             "judged": {name: values[index] for name, values in judged.items()},
         }
         answer |= {name: _finite_or_none(scores[name][index]) for name in SCORES[:3] if name in scores}
