@@ -768,7 +768,9 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
         PosthocUQError: there are other names than classes.
     """
     known, promises = prediction.scores(), prediction.promises
-    scores = {name: known[name].tolist() for name in SCORES if name in known}  # the others are computed when read
+    scores = {
+        name: known[name].tolist() for name in SCORES if name in known
+    }  # the others are computed when read
     referral, tails, familiarity = None, None, None
     judged = dict[str, list[float]]()  # as held-out scores are
     reasons: dict[str, list[bool]] = {}
