@@ -95,7 +95,7 @@ class LatentBinary(Training["LatentObjective"]):
         flow_form: ``"autoregressive"``, or ``"coupling"``.
         learn_noise: train the noise variance of a regression, from its value at the start.
         prior_precision: of a weight that is on; by default that of its layer's mean square, or 1 where the start is
-            random.
+            random. That of the biases is the same, but at most 1.
 
     Example:
         ```python
@@ -208,6 +208,16 @@ class LatentBinary(Training["LatentObjective"]):
 class LatentObjective(Objective):
     """``-mean w log p(y | h) + weight KL / N``, with the outputs of every layer drawn by local reparametrisation, for
     samples of the weights w, or 1.
+
+    For the inputs ``o`` of a layer and a given ``z``, ``h = E h + sqrt(Var h) e`` with
+
+    ``E h = (a mu z) o + mu_b`` and ``Var h = (a (sd^2 + (1 - a) mu^2 z^2)) o^2 + sd_b^2``.
+
+    The moments are exact; the normal distribution is an approximation by many inputs. In a convolution the noise of
+    each position is independent. With a flow ``log q(z) = log q(z_0) - sum log k`` for the gates ``k`` of its steps,
+    the marginal over ``z`` has no closed form, and an auxiliary distribution ``r`` gives a bound:
+
+    ``KL <= E [KL(z) + log q(z) - log r(z | W, G)]`` (see `SpikeMoments` and `LatentLayer.log_reverse`).
 
     Args:
         method: with its options.

@@ -284,7 +284,8 @@ def model(model: nn.Module, posterior: Posterior, layout: SparseLayout = "auto")
     It has no uncertainty and needs nothing of this package's heads; its outputs are those of
     ``wrap(model, median(posterior, certain=True))`` before the link. Convolutions always keep their zeros, and so do
     linear layers of a class of their own or with hooks. Batch normalisation keeps the statistics of the full network;
-    ``torch.optim.swa_utils.update_bn(loader, sparse)`` estimates them anew.
+    ``torch.optim.swa_utils.update_bn(loader, sparse)`` estimates them anew, which after a training of few epochs can be
+    far worse.
 
     Args:
         model: the model that the posterior was fitted on.
