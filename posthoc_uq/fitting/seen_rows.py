@@ -1,7 +1,7 @@
 """Held-out rows that the network was trained on: they are predicted far better than leave-one-out says of new ones.
 
 The bounds were chosen on 147 perceptrons of tables, of three seeds: with parts of their test rows a warning comes in
-at most one of 200 draws of a network, and of nearly all in none (docs/guides/calibration.md).
+at most one of 200 draws of a network, and of nearly all in none.
 """
 
 from __future__ import annotations
