@@ -2,13 +2,16 @@
 
     python benchmarks/unchanged.py 68ecbc37                   all networks against the files as they are; an hour
     python benchmarks/unchanged.py 68ecbc37 --pairs iris wine
+    python benchmarks/unchanged.py --smoke                    a small network against itself, for the tests
 
 Each network (`_zoo.py`, seed 0) is fitted and predicts its test inputs in a process of each commit. Rows of a network:
 
-* ``given prior``: the prior precision that the earlier default fit found is given, with all labels
-  (``fisher="exact"``), so nothing is searched and no label is drawn: what is left are curvature, contraction and link;
-* ``earlier settings``: the default fit of now, with the hyperparameters that the earlier one found;
-* ``default``: the default fits. What it differs by more than the row before is the work of the search;
+* ``given prior``: over the layers that the earlier default fit covered, with the prior precision that it found and all
+  labels (``fisher="exact"``), so nothing is searched and no label is drawn: what is left are curvature, contraction
+  and link;
+* ``earlier settings``: the fit of now over the same layers, with the hyperparameters that the earlier one found;
+* ``default``: the default fits. They may cover other layers; their numbers are beside the prior precisions. What else
+  it differs by more than the row before is the work of the search;
 * ``..., calibrated``: after `uq.calibrate` with half of the test inputs; the other half is predicted.
 
 NLL is the mean over the test inputs in nats; KL is that of the prediction now from the earlier one (of normal densities
@@ -30,10 +33,11 @@ from typing import Any
 
 import torch
 from _harness import output_file, table
-from _zoo import CLASSIFIERS, REGRESSORS, Pair, loader, pairs_named, trained
+from _zoo import CLASSIFIERS, REGRESSORS, Pair, Shelf, loader, pairs_named, trained
 from between_commits import ROOT, checked_out
 
 Found = dict[str, Any]
+SMOKE = Pair("mlp relu 8", "waves", False, 100)
 GENERATED = (
     Pair("mlp relu 32 32", "friedman", False, 600),
     Pair("mlp tanh 32", "waves", False, 600),
@@ -76,7 +80,7 @@ def measure(pair: Pair, earlier: Mapping[str, Any] | None) -> Found:
     found: Found = {}
 
     def fit(**more: Any) -> Any:
-        return uq.fit(model, loader(split.train), progress=False, **options, **more)
+        return uq.fit(model, loader(split.train), progress=False, **(options | more))
 
     def predict_calibrated(row: str, posterior: Any) -> None:
         found[row] = prediction_of(model, posterior, split.test.inputs)
@@ -86,13 +90,16 @@ def measure(pair: Pair, earlier: Mapping[str, Any] | None) -> Found:
         found[f"{row}, calibrated"] = prediction_of(model, posterior, split.test.inputs[half:])
 
     posterior = fit()
-    settings = {name: getattr(posterior, name) for name in SETTINGS}
-    first = settings if earlier is None else earlier["settings"]
-    same = posterior if earlier is None else posterior.with_settings(**first)
+    settings, layers = {name: getattr(posterior, name) for name in SETTINGS}, list(posterior.layers)
+    first = {"settings": settings, "layers": layers} if earlier is None else earlier
+    given = {"layers": first["layers"], "prior_precision": first["settings"]["prior_precision"]}
+    same = posterior if layers == first["layers"] else fit(**given)
+    if earlier is not None:
+        same = same.with_settings(**first["settings"])
     found["earlier settings"] = prediction_of(model, same, split.test.inputs)
     predict_calibrated("default", posterior)
-    predict_calibrated("given prior", fit(prior_precision=first["prior_precision"], fisher="exact"))
-    return {"settings": settings, "predictions": found}
+    predict_calibrated("given prior", fit(**given, fisher="exact"))
+    return {"settings": settings, "layers": layers, "predictions": found}
 
 
 def compare(row: str, pair: Pair, old: Found, new: Found) -> Found:
@@ -123,6 +130,7 @@ def compare(row: str, pair: Pair, old: Found, new: Found) -> Found:
         for name in ("prior_precision", "temperature"):
             label = name.replace("_", " ")
             line |= {f"{label}, earlier": old["settings"][name], f"{label}, now": new["settings"][name]}
+        line |= {"layers, earlier": len(old["layers"]), "layers, now": len(new["layers"])}
     return line
 
 
@@ -150,8 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("old", metavar="OLD", nargs="?", default="HEAD", help="a commit; by default HEAD")
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the networks")
     parser.add_argument("--csv", type=output_file, help="write the table to this file")
+    parser.add_argument("--smoke", action="store_true", help="a small network against itself, for the tests")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.smoke:
+        return smoke(options.csv)
     torch.set_num_threads(1)
     if options.child:
         name, path, *earlier = options.child
@@ -160,10 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.simplefilter("ignore")
             torch.save(measure(pair, torch.load(earlier[0]) if earlier else None), path)
         return
-    pairs = pairs_named(options.pairs, PAIRS)
     lines: list[Found] = []
     with tempfile.TemporaryDirectory() as place, checked_out(options.old, Path(place) / "old") as old:
-        for pair in pairs:
+        for pair in pairs_named(options.pairs, PAIRS):
             try:
                 trained(pair, 0)
                 first = at_commit(old, pair, Path(place), None)
@@ -178,6 +188,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.csv is not None:
                 write(options.csv, lines)
     print(f"\n{table(summary(lines))}")
+
+
+def smoke(path: Path | None) -> None:
+    """One small network, at both commits the files as they are, in this process."""
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Shelf.folder = Path(place)
+        earlier = measure(SMOKE, None)
+        now = measure(SMOKE, earlier)
+    lines = [compare(row, SMOKE, earlier, now) for row in earlier["predictions"]]
+    print(f"{table(lines)}\n\n{table(summary(lines))}")
+    if path is not None:
+        write(path, lines)
 
 
 def summary(lines: Sequence[Found]) -> list[Found]:

@@ -201,6 +201,16 @@ def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["case"] == "mlp" and row["new / old"] == pytest.approx(row["new"] / row["old"])
 
 
+def test_predictions_are_compared_with_those_of_an_earlier_commit(tmp_path: Path) -> None:
+    path = tmp_path / "unchanged.csv"
+    _script("unchanged").main(["--smoke", "--csv", str(path)])
+    with path.open() as file:
+        lines = {line["row"]: line for line in csv.DictReader(file)}
+    assert lines.keys() >= {"given prior", "earlier settings", "default", "default, calibrated"}
+    assert all(abs(float(line["NLL, change"])) < 1e-9 for line in lines.values())
+    assert lines["default"]["layers, earlier"] == lines["default"]["layers, now"] == "2"
+
+
 def test_a_line_has_the_ratios_of_the_rounds() -> None:
     old, new = [{"fit": 2.0}, {"fit": 4.0}, {"fit": 3.0}], [{"fit": 3.0}, {"fit": 4.0}, {"fit": 6.0}]
     (line,) = _script("between_commits").compared(old, new)
