@@ -10,8 +10,9 @@ Each network (`_zoo.py`, seed 0) is fitted and predicts its test inputs in a pro
   labels (``fisher="exact"``), so nothing is searched and no label is drawn: what is left are curvature, contraction
   and link;
 * ``earlier settings``: the fit of now over the same layers, with the hyperparameters that the earlier one found;
-* ``default``: the default fits. They may cover other layers; their numbers are beside the prior precisions. What else
-  it differs by more than the row before is the work of the search;
+* ``default``: the default fits. They may cover other layers, whose numbers are beside the prior precisions, or all
+  weights of a small regression by one dense block. What else it differs by more than the row before is the work of
+  the search;
 * ``..., calibrated``: after `uq.calibrate` with half of the test inputs; the other half is predicted.
 
 NLL is the mean over the test inputs in nats; KL is that of the prediction now from the earlier one (of normal densities
@@ -90,16 +91,20 @@ def measure(pair: Pair, earlier: Mapping[str, Any] | None) -> Found:
         found[f"{row}, calibrated"] = prediction_of(model, posterior, split.test.inputs[half:])
 
     posterior = fit()
-    settings, layers = {name: getattr(posterior, name) for name in SETTINGS}, list(posterior.layers)
-    first = {"settings": settings, "layers": layers} if earlier is None else earlier
+    own = {
+        "settings": {name: getattr(posterior, name) for name in SETTINGS},
+        "layers": list(posterior.layers),
+        "blocks": list(posterior.blocks),
+    }
+    first = own if earlier is None else earlier
     given = {"layers": first["layers"], "prior_precision": first["settings"]["prior_precision"]}
-    same = posterior if layers == first["layers"] else fit(**given)
+    same = posterior if own["blocks"] == first["blocks"] else fit(**given)
     if earlier is not None:
         same = same.with_settings(**first["settings"])
     found["earlier settings"] = prediction_of(model, same, split.test.inputs)
     predict_calibrated("default", posterior)
     predict_calibrated("given prior", fit(**given, fisher="exact"))
-    return {"settings": settings, "layers": layers, "predictions": found}
+    return {**own, "predictions": found}
 
 
 def compare(row: str, pair: Pair, old: Found, new: Found) -> Found:
