@@ -7,7 +7,7 @@
                                     these and more families; docs/tables/first_try.csv is written by it
 
 A cell says what a fit over all layers, and over the last, gives through each head: `yes`, `-` where novelty is that of
-whole inputs, or a number of a footnote with the error. The table of docs/language_models.md is written by it.
+whole inputs, or a number of a footnote with the error. The last column is that of docs/tables/language_models.csv.
 """
 
 from __future__ import annotations

@@ -23,12 +23,6 @@ from posthoc_uq.app import WrongUsage
 from posthoc_uq.app.cli import commands
 from posthoc_uq.app.cli.parser import Command
 
-ELSEWHERE = {
-    "docs/language_models.md": "test_transformers.py",
-}
-"""Pages whose code other tests run: they check what it gives, too."""
-
-
 LARGE = ("docs/methods/likelihoods.md",)
 """Pages whose code builds large networks, or a program."""
 
@@ -58,7 +52,7 @@ def given() -> dict[str, Any]:
     [
         pytest.param(page, marks=[pytest.mark.study] * (page in LARGE))
         for page in PAGES
-        if blocks(page) and page in NOT_YET and page not in ELSEWHERE
+        if blocks(page) and page in NOT_YET
     ],
 )
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +92,6 @@ SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
     },
 }
 """What some of the names that a page leaves must be."""
-
-
-@pytest.mark.parametrize("page", sorted(NOT_YET & set(ELSEWHERE)))
-def test_code_that_other_tests_run(page: str) -> None:
-    assert blocks(page)
-    assert Path(page).name in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES)

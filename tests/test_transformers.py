@@ -383,24 +383,6 @@ def test_a_forgotten_shift_is_said_aloud() -> None:
     assert not any("next_token" in str(warning.message) for warning in caught)
 
 
-def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = (Path(__file__).parents[1] / "docs" / "language_models.md").read_text(encoding="utf-8")
-    blocks = [block.split("```", 1)[0] for block in document.split("```python\n")[1:]]
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for block in blocks:
-            exec(block, names)
-    assert names["prediction"].probs.shape == (16, 4) and names["next_word"].shape == (15, 1, 40)
-    assert names["scores"]["perplexity"].shape == names["joint"].shape == (16,)
-    assert bool((names["scores"]["tokens"] == names["mask"].sum(1) - 1).all())
-    assert set(map(str, tmp_path.iterdir())) == {
-        str(tmp_path / f"gpt2.{part}.h5") for part in ("last", "lora")
-    }
-    assert "TABLE" not in document and "COST" not in document
-
-
 def bart() -> nn.Module:
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}

@@ -710,6 +710,10 @@ def sequence_scores(
     `PositionPrediction.scores_by_position` (``"entropy"``, ``"mutual_information"``, ``"novelty"`` ...), its mean over
     the tokens by its name, and the largest as ``"largest_entropy"`` and so on.
 
+    The log-probability of a sequence under one draw of the weights at a time, of which the mean over draws is another
+    number, is ``likelihood.log_prob(outputs, labels)`` for each ``outputs`` of the sampling head's
+    ``predictor.outputs(...)``.
+
     Args:
         prediction: of outputs ``(batch, tokens, words)``.
         labels: (batch, tokens), as the loader gives them; tokens whose label is ignored do not count, and with
