@@ -63,15 +63,16 @@ def update(
     Train the network on and fit again where they must move; or pass `mean`, where a step of training is not needed.
     (`MessagePassing` has a mean of its own, which moves.)
 
-    Model, bases and hyperparameters stay; only the scale follows the number of samples. Promises and the moments
-    head's calibration are cleared, with a warning. The new posterior has no novelty by class, which is no sum
-    over the data: ``predictor.novelty(x, of="top")`` asks the posterior itself. `history.changes` counts what came
-    and went, with a digest.
+    Model, bases and hyperparameters stay; only the scale follows the number of samples. Tune again where data changed
+    much. Promises and the moments head's calibration are cleared, with a warning. The new posterior has no novelty by
+    class, which is no sum over the data: ``predictor.novelty(x, of="top")`` asks the posterior itself.
+    `history.changes` counts what came and went, with a digest; its balance is zero when all that came in went out.
 
     Args:
         posterior: from `fit` or `load`.
         loader: batches as in `fit`; in a process group, each process passes its part.
-        remove: take the data out. They must have been in, with the same bytes; a posterior cannot recognise its data,
+        remove: take the data out: the posterior is the one before to 1e-8 of the precision's norm, with the same
+            batches to 1e-15. They must have been in, with the same bytes; a posterior cannot recognise its data,
             but refuses those that would leave a negative statistic or no sample.
         mean: move the mean, too: of a regression by ``"full"`` or ``uq.KFAC(keep_grams=True)`` over the last layer
             alone, whose features stay. By Bayes' rule the result is exact: that of all data in closed form, where the
