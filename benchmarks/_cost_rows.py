@@ -472,7 +472,7 @@ ROWS: dict[str, CostRow] = {
             "INF of three labels, ResNet-18, 224 px, a further pass": 2.5,
             "default fit, ResNet-18, 224 px, 48 images": 250,
         },
-        rounds=1, limit=900,
+        rounds=3, limit=900,
     ),
     "draws": CostRow(
         draws, "times", {f"5,000 draws over laplace-torch's, {method}": 1.5 for method in ("kfac", "diag", "full")}
