@@ -727,7 +727,7 @@ def _target_tensor(targets: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         items = type(next(iter(targets), None)).__name__ if isinstance(targets, Sequence) else ""
         detection = (
-            " Boxes of a detector have no likelihood here: see 'Detectors' in docs/methods/likelihoods.md."
+            " Boxes of a detector have no likelihood here: see 'Lists of boxes' in docs/guides/several_heads.md."
             if items == "dict"
             else ""
         )

@@ -36,7 +36,7 @@ _MISSING = object()
 
 _DETECTOR = (
     "A posterior needs one tensor with a row a sample, which a detector's lists of boxes are not; fit the class logits "
-    "of its box head for given proposals ('Detectors' in docs/methods/likelihoods.md has the code)."
+    "of its box head for given proposals ('Lists of boxes' in docs/guides/several_heads.md has the code)."
 )
 
 

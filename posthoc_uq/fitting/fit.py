@@ -211,7 +211,9 @@ def fit(
             data have no weights: ignore labels there, or give `calibrate` a mask. Not for ``"message_passing"``.
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
-            known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
+            known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample. Gradients go through a
+            function; ``"function_space"`` and ``"message_passing"`` need outputs that a linear layer gives. Layers that
+            do not reach the part get no posterior.
         progress: show the phases and how far each is, on rank 0; by default where standard error is a terminal.
         **options: the method's fields, if it is given by name (``rank=50``).
 

@@ -66,6 +66,12 @@ class Categorical(Likelihood):
     together: its log-probability is their sum. Divergences and entropies of a sample, by which a prior
     or a temperature is found, are means over its positions.
 
+    Soft labels t, as of a teacher, of mixup or of several annotators, have the log-likelihood ``sum_c t_c log p_c``: in
+    the evidence, in `posthoc_uq.tune`, in the NLL and in the empirical Fisher; the Fisher over drawn or all labels has
+    no target in it. The Brier score is the squared distance to t, and calibration errors compare a probability with the
+    mean of t. Decisions (accuracy, referral, coverage of promises) go by the most probable class, and leave-one-out
+    regresses on the probabilities. `posthoc_uq.calibrate` refuses soft labels; one-hot floats are labels.
+
     Given the outputs, positions are independent, and an output without positions is one. So the log-probability of a
     sample is the sum over its positions that count, and its Fisher ``sum_t J_t^T (diag(p_t) - p_t p_t^T) J_t``. Drawn
     labels need one backward pass for all positions together: with independent scores ``s_t`` of mean 0,

@@ -33,6 +33,9 @@ class LogMean(Channelled, ABC):
     The densities are exponential families with a fixed dispersion, so that the gradient of ``-log p`` by an output is
     ``(mu - y) mu / V(mu)``, and the Fisher ``mu^2 / V(mu)`` (McCullagh, Nelder, "Generalized Linear Models", 1989).
 
+    The predicted mean ``exp(m + v / 2)`` of a wide Gaussian output can be far above the network's, so the faithful
+    prior compares whole distributions of the targets, by `divergence`.
+
     Attributes:
         counts: targets are whole numbers from 0 on, else numbers above 0.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
@@ -211,7 +214,9 @@ class NegativeBinomial(LogMean):
     Analysis of Count Data", 1998; the dispersion is statsmodels' ``alpha``, its inverse is R's ``theta``).
 
     Args:
-        dispersion: between 1e-6 and 1e6; towards 0 the distribution becomes Poisson's.
+        dispersion: between 1e-6 and 1e6; towards 0 the distribution becomes Poisson's. `fit` does not estimate it: take
+            it from training residuals. ``likelihood="negative_binomial"`` takes 1, and warns with an estimate where the
+            residuals of the first batch suggest another.
         channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
 
@@ -293,7 +298,7 @@ class Gamma(LogMean):
 
     Args:
         shape: between 1e-6 and 1e6; 1 is the exponential distribution. Its inverse is the dispersion of a gamma
-            regression.
+            regression. `fit` does not estimate it: ``likelihood="gamma"`` takes 1, and warns as of a dispersion.
         channel_dim: the dimension of the channels where outputs have positions, 1 or -1.
         missing: ``"ignore"`` leaves out targets that are NaN, of each output by itself.
 

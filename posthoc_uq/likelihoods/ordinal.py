@@ -46,7 +46,8 @@ class Ordinal(Likelihood):
       outputs give a distribution, so that any weights do that a posterior draws.
     * ``Ordinal(cumulative=True)``: outputs ``(samples, C - 1)`` are cumulative logits that do not increase,
       ``P(y > k) = sigmoid(f_k)`` (CORAL of coral-pytorch). Under drawn weights neighbours may cross; they are then
-      moved to 1e-4 below the one before.
+      moved to 1e-4 below the one before. A network whose own logits increase is refused: those of CORN are for
+      ``Ordinal()``.
 
     Attributes:
         thresholds: as a tuple, empty without.
