@@ -277,6 +277,17 @@ def test_closed_form_is_that_of_backward_passes(method: str) -> None:
         torch.testing.assert_close(predictions[0].probs, predictions[1].probs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb"])
+def test_a_layer_without_gradients_has_the_prior(method: str) -> None:
+    """Its Grams are zero, and so is their trace, by which a Kronecker product divides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).eval()
+    nn.init.constant_(model[0].bias, -100.0)  # every unit is off
+    data = [(torch.randn(8, 1, 6, 6), torch.arange(8) % 3)]
+    posterior = uq.fit(model, data, method, layers="all", prior_precision=4.0, progress=False)
+    torch.testing.assert_close(posterior.variance()["0.weight"], torch.full((2, 1, 3, 3), 0.25))
+
+
 @EVERY
 def test_linearised_prediction_against_draws(kind: str) -> None:
     own = case(kind)

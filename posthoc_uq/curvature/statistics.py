@@ -467,7 +467,7 @@ class GradientFactors(Accumulator):
         size = inputs.shape[1]
         trace = inputs.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(inputs.dtype).tiny)
         return {
-            "input_gram": inputs * (size / trace)[:, None, None],
+            "input_gram": inputs / trace[:, None, None] * size,
             "output_gram": outputs / (samples * size),
             "positions": torch.full((), size, dtype=torch.float64, device="cpu"),
         }
@@ -574,9 +574,9 @@ class SketchedGradientFactors(Accumulator):
         """As `GradientFactors`: the first Gram, the sketch of the second, and its trace, ``(groups,)``."""
         inputs = (self._sums["input_gram"] + self._sums["input_gram"].transpose(1, 2)) / 2
         size, trace = inputs.shape[1], inputs.diagonal(dim1=1, dim2=2).sum(1)
-        scale = size / trace.clamp(min=torch.finfo(inputs.dtype).tiny)
+        unit = trace.clamp(min=torch.finfo(inputs.dtype).tiny)[:, None, None]
         share = 1 / (samples * size)
-        return inputs * scale[:, None, None], self._sums["sketch"] * share, trace * share
+        return inputs / unit * size, self._sums["sketch"] * share, trace * share
 
 
 class RotatedColumns(Accumulator):
