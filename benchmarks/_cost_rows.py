@@ -334,7 +334,8 @@ def serving() -> Found:
         bodies = [json.dumps({"input": torch.rand(3, 12, 12).tolist()}).encode() for _ in range(16)]
         requests = [("/predict", body, serve_load.JSON, {}) for body in bodies]
         command = [sys.executable, "-m", "posthoc_uq", *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        # in the folder of the files: in that of the project Python would take the package from there
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
             try:
                 assert server.stdout is not None
                 load = serve_load.Load(json.loads(server.stdout.readline())["url"], requests)
