@@ -393,7 +393,8 @@ def _shares_outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, flo
 class Diagonal(Laplace):
     """The diagonal of the Fisher: independent weights.
 
-    ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood.
+    ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood (Becker, LeCun 1988, "Improving
+    the convergence of back-propagation learning with second order methods").
 
     The smallest posterior, one number a weight, in one sweep. It ignores how weights compensate each other, so take it
     where memory decides and the last layer alone would be too little.
