@@ -57,9 +57,3 @@ def blocks(page: str) -> list[Block]:
 def without_blocks(page: Path) -> str:
     """The text of a page without its code."""
     return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-
-
-NOT_YET = {
-    "docs/methods/heads.md",
-}
-"""Pages whose blocks still lean on those before them."""

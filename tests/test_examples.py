@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import NOT_YET, PAGES, Block, blocks
+from documents import PAGES, Block, blocks
 
 import posthoc_uq as uq
 from posthoc_uq.app import plots
@@ -95,8 +95,6 @@ def cases() -> Iterator[Any]:
 def test_every_block_of_a_page_runs_alone(
     page: str, study: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page in NOT_YET:
-        return
     fixtures = [block for block in blocks(page) if "fixture" in block.words]
     assert len(fixtures) <= 1, "a page has one fixture"
     assert all(set(block.words) <= {"fixture", "study", *NOT_RUN} for block in blocks(page))

@@ -230,12 +230,13 @@ class MomentsPredictor(GaussianPredictor):
     Bayesian neural networks with arbitrary nonlinearities"), with the weights' posterior entering at every linear and
     convolution layer.
 
-    One pass, about three to five times the cost of a plain one, no Monte Carlo error, and gradients. **With
-    ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything
-    deeper than one hidden layer**: the ranking of inputs stays useful, the scale does not; `fit_scale` mends the
-    scale and says what error is left. ``cov="full"`` carries covariances through chains of linear and element-wise
-    layers, where it agrees with Monte Carlo, and falls back to independence at any other operation. A layer that is
-    used several times is taken to be independent of itself in both.
+    One pass, no Monte Carlo error, and gradients. It costs 3 to 9 plain passes of large networks, and 4 to 70 of small
+    ones, whose calls weigh more than their products. **With ``cov="diag"`` activations are taken to be independent of
+    each other, which loses part of the variance of anything deeper than one hidden layer**: the ranking of inputs stays
+    useful, the scale does not; `fit_scale` mends the scale and says what error is left. ``cov="full"`` carries
+    covariances through chains of linear and element-wise layers, where it agrees with Monte Carlo, and falls back to
+    independence at any other operation. A layer that is used several times is taken to be independent of itself in
+    both.
 
     Args:
         model: the model the posterior was fitted on; its code may be anything built from functions that have a rule.
