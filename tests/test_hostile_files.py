@@ -385,6 +385,8 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("history", "fit", "model"), ["timm:resnet18"], "model"),
     ("inf", ("history", "fit", "model weights"), 3, "model weights"),
     ("function_space", ("history", "fit", "prior body variance"), "x", "prior body variance"),
+    ("inf", ("history", "fit", "kappa"), -1.0, "kappa"),
+    ("inf", ("history", "fit", "kappa"), {"x": float("inf")}, "kappa"),
     ("inf", ("history", "tuning", "x"), 3, "tuning, x must be a text"),
     ("inf", ("history", "novelty"), "magic", "novelty must be one of"),
     ("inf", ("history", "head", "name"), "magic", "name must be one of"),

@@ -41,7 +41,9 @@ def test_it_predicts_what_the_part_does(method: str, kind: str, tmp_path: Path) 
     model = Net(head(kind))
     with torch.no_grad():
         features = model.body(X)
-    options: dict[str, Any] = {"epochs": 1} if method == "utvi" else {"prior_precision": 1.5}
+    options: dict[str, Any] = (
+        {"epochs": 1, "kappa": "learned"} if method == "utvi" else {"prior_precision": 1.5}
+    )
     posterior = uq.fit(model.head, [(features, Y)], method, progress=False, **options)
     if method == "kfac":
         names = [*posterior.layers]
@@ -52,6 +54,8 @@ def test_it_predicts_what_the_part_does(method: str, kind: str, tmp_path: Path) 
         uq.load(tmp_path / "head.h5", model)
     whole = uq.load(tmp_path / "head.h5", model, prefix="head")
     assert all(name.startswith("head") for name in (*whole.layers, *whole.mean))
+    if method == "utvi":
+        assert whole.history.fit["kappa"].keys() == whole.layers.keys()
     expected = uq.wrap(model.head, posterior)(features)
     found = uq.wrap(model, whole)(X)
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-4, atol=1e-5)

@@ -96,6 +96,8 @@ ROWS = {
     "a probit link of counts": Row(lambda: uq.wrap(*valued("poisson"), "linearized", link="probit"), NO_LINK),
     "a probit link of moments of counts": Row(lambda: uq.wrap(*valued("poisson"), "moments", link="probit"), NO_LINK),
     "a link by no draws": Row(lambda: uq.wrap(*valued(), "linearized", n_draws=0), "n_draws must be"),
+    "a kappa below zero": Row(lambda: wrapped("moments", kappa=-0.5), "kappa must be a finite number >= 0 .*not -0.5"),
+    "a kappa that a head learns": Row(lambda: wrapped("moments", kappa="learned"), "kappa must be a finite number"),
     "moments by no draws": Row(lambda: uq.wrap(*valued(), "moments", n_draws=0), "n_draws must be"),
     "rows of a subnetwork": Row(
         lambda: wrapped("moments", "subnetwork", cov="full"), "cov='full' needs row covariances.*take cov='diag'",

@@ -50,6 +50,65 @@ def moments(function: Callable[[float], float], mean: float, deviation: float) -
     return first, integral(2, first)
 
 
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "relu": (torch.relu, lambda x: np.maximum(x, 0)),
+    "tanh": (torch.tanh, np.tanh),
+    "exp": (torch.exp, np.exp),
+    "cubic": (lambda x: x**3 - 2 * x**2, lambda x: x**3 - 2 * x**2),
+}
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0, 2.0, 3.0, 40.0])
+def test_the_points_of_equation_5(kappa: float) -> None:
+    """Mean, variance and slope by the published points and weights; a kappa that gradients reach gives the same."""
+    generator = np.random.default_rng(0)
+    mean, deviation = generator.normal(size=50), generator.uniform(0.05, 2.0, 50)
+    points = mean + deviation * np.sqrt(kappa + 1) * np.array([[0.0], [-1.0], [1.0]])
+    weights = np.array([[kappa / (kappa + 1)], [0.5 / (kappa + 1)], [0.5 / (kappa + 1)]])
+    m, v = torch.from_numpy(mean), torch.from_numpy(deviation**2)
+    leaf = torch.tensor(kappa, dtype=torch.float64, requires_grad=True)
+    for function, definition in FUNCTIONS.values():
+        values = definition(points)
+        expected = (weights * values).sum(0)
+        centred = values - expected
+        moments_by_points = expected, (weights * centred**2).sum(0)
+        for given in (kappa, leaf):
+            found = unscented(function, m, v, given)
+            for one, other in zip(found, moments_by_points, strict=True):
+                np.testing.assert_allclose(one.detach().numpy(), other, rtol=1e-9, atol=1e-12)
+        by_points = (weights * (points - mean) * centred).sum(0) / deviation**2
+        np.testing.assert_allclose(slope(function, m, v, kappa).numpy(), by_points, rtol=1e-9, atol=1e-12)
+    # far from its edge a function that has one goes by the same points
+    far, narrow = m + 10.0, v * 1e-3
+    inside = unscented_positive(torch.log, far, narrow, 0.0, kappa)
+    torch.testing.assert_close(inside, unscented(torch.log, far, narrow, kappa), rtol=1e-7, atol=1e-12)
+    if kappa > 0:
+        assert torch.autograd.gradcheck(lambda x: unscented(torch.exp, m, v, x), leaf)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0, 2.0, 3.0])
+def test_the_degrees_up_to_which_a_kappa_is_exact(kappa: float) -> None:
+    """Means up to degree 5 with kappa = 2, and 3 with any other; variances up to degree 2, and 1."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
+    weights = weights / weights.sum()
+    mean, deviation, generator = 0.7, 1.3, np.random.default_rng(1)
+    exact_to = {"mean": 0, "variance": 0}
+    for degree in range(1, 7):
+        factors = generator.normal(size=degree + 1)
+
+        def polynomial(x: Any, factors: Any = factors) -> Any:
+            return sum(float(factor) * x**power for power, factor in enumerate(factors))
+
+        values = polynomial(mean + deviation * nodes)
+        first = (weights * values).sum()
+        expected = {"mean": first, "variance": (weights * (values - first) ** 2).sum()}
+        found = unscented(polynomial, number(mean), number(deviation**2), kappa)
+        for name, value in zip(expected, found, strict=True):
+            if exact_to[name] == degree - 1 and value.item() == pytest.approx(expected[name], rel=1e-9):
+                exact_to[name] = degree
+    assert exact_to == ({"mean": 5, "variance": 2} if kappa == 2 else {"mean": 3, "variance": 1})
+
+
 RELU_TABLE = [  # mean / sd, exact mean, unscented mean, exact variance, unscented variance
     (-3, 0.000382, 0, 0.000203, 0),
     (-2, 0.008491, 0, 0.005697, 0),

@@ -5,9 +5,11 @@ known, its gradients, its options.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from networks import batches, cnn, inputs_of, mlp, outputs_for, steady, targets_of
@@ -148,6 +150,77 @@ def test_moments_in_training_are_those_of_the_head() -> None:
         found = objective.moments(Batch((x,)), {n: v.exp() for n, v in field.log_variances.items()})
     mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]
     torch.testing.assert_close(found, (mean, variance))
+
+
+# The kappa of the unscented transform
+
+
+def test_each_layers_kappa_is_that_of_the_functions_after_it() -> None:
+    """Moments of two hidden layers by the published points, in NumPy; gradients by finite differences."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    objective = objective_of(model, uq.Categorical(), kappa="learned")
+    leaves = [objective.tensors()[f"kappa after {name}"] for name in ("0", "2", "4")]
+    with torch.no_grad():
+        for leaf, value in zip(leaves, (-1.0, 0.3, 5.0), strict=True):
+            leaf.fill_(value)
+    kappas = objective.learned_kappas()
+    assert list(kappas.values()) == pytest.approx([np.log1p(np.exp(value)) for value in (-1.0, 0.3, 5.0)])
+    means, x = objective.field.means, inputs_of(4, dtype=torch.float64)
+    variances = {name: value.exp().detach() for name, value in objective.field.log_variances.items()}
+    m, v = x.numpy(), np.zeros(x.shape)
+    for name, function in (("0", np.tanh), ("2", lambda a: np.maximum(a, 0)), ("4", None)):
+        weight, spread = means[f"{name}.weight"].detach().numpy(), variances[f"{name}.weight"].numpy()
+        bias, spread_of_bias = means[f"{name}.bias"].detach().numpy(), variances[f"{name}.bias"].numpy()
+        m, v = m @ weight.T + bias, v @ (weight**2).T + (m**2 + v) @ spread.T + spread_of_bias
+        if function is not None:
+            reach = kappas[name] + 1
+            step = np.sqrt(reach * v)
+            values = np.stack([function(m), function(m - step), function(m + step)])
+            weights = np.array([kappas[name] / reach, 0.5 / reach, 0.5 / reach]).reshape(3, 1, 1)
+            m = (weights * values).sum(0)
+            v = (weights * (values - m) ** 2).sum(0)
+    batch = Batch((x,), torch.arange(24) % 3)
+    with torch.no_grad():
+        found = objective.moments(batch, variances)
+    torch.testing.assert_close(found, (torch.from_numpy(m), torch.from_numpy(v)))
+
+    loss_of(objective, batch)
+    gradients = [leaf.grad for leaf in leaves]
+    assert gradients[2] is None  # no function comes after the last layer
+    for leaf, gradient in zip(leaves[:2], gradients[:2], strict=True):
+        losses: list[float] = []
+        for step in (1e-6, -2e-6):
+            leaf.data += step
+            losses.append(float(loss_of(objective, batch)["loss"]))
+        assert float(gradient) == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_kappa_goes_with_the_posterior(tmp_path: Path) -> None:
+    """The head takes the one of the training from the file too; where the file says nothing it is 2."""
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    posteriors = {
+        kappa: fit(model, data, uq.UTVI(epochs=2, kappa=kappa, log_variance_lr=0.1))
+        for kappa in (2.0, 0.5, "learned")
+    }
+    learned = posteriors["learned"].history.fit["kappa"]
+    assert learned.keys() == posteriors["learned"].layers.keys() and min(learned.values()) > 0
+    assert len(set(learned.values())) > 1
+    for kappa, posterior in posteriors.items():
+        uq.save(posterior, tmp_path / "p.h5")
+        loaded = uq.load(tmp_path / "p.h5", model, untrusted=True)
+        found = [uq.wrap(model, p).propagate(x)[1] for p in (posterior, loaded)]  # type: ignore[operator]
+        assert torch.equal(*found)
+        head = uq.wrap(model, loaded)
+        assert head.settings().get("kappa", 2.0) == kappa  # type: ignore[operator]
+        other = uq.wrap(model, loaded, kappa=2.0)
+        assert torch.equal(other.propagate(x)[1], found[0]) == (kappa == 2.0)  # type: ignore[operator]
+        assert "kappa" not in other.settings()  # type: ignore[operator]
+    before = dict(posteriors[0.5].history.fit)
+    del before["kappa"]
+    old = posteriors[0.5].replaced(history=replace(posteriors[0.5].history, fit=before))
+    new = uq.wrap(model, posteriors[0.5], kappa=2.0)
+    assert torch.equal(uq.wrap(model, old).propagate(x)[1], new.propagate(x)[1])  # type: ignore[operator]
 
 
 # Gradients

@@ -46,6 +46,7 @@ Temperature = Annotated[float, Ge(1e-12), Le(1e12)]
 NotNegative = Annotated[float, Ge(0)]
 Unit = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
+Kappa = Annotated[float, Ge(0), Le(1e6)]  # of an unscented transform; at most 1,000 deviations
 LogVariance = Annotated[float, Ge(-80), Le(20)]
 Count = Annotated[int, Ge(1), Lt(2**63)]
 Natural = Annotated[int, Ge(0), Lt(2**63)]

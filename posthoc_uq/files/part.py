@@ -127,6 +127,8 @@ def _history(history: History, prefix: str, names: Mapping[str, str], choice: Ou
     fit, faithful, promises = dict[str, Any](history.fit), history.faithful, history.promises
     if "last layer" in fit:
         fit["last layer"] = names[fit["last layer"]]
+    if "kappa" in fit:
+        fit["kappa"] = _by_layer(fit["kappa"], names)
     if faithful is not None:
         faithful = faithful.changed(value=_by_layer(faithful.value, names))
     if promises is not None:

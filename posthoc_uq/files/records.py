@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from posthoc_uq.core.batches import InputRecord
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Count, Natural
+from posthoc_uq.core.options import LARGEST, Count, Kappa, Natural
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.records import (
     MAX_DEPTH,
@@ -273,6 +273,7 @@ class FitFacts(Record):
         last_layer: its name.
         novelty: by what it is measured.
         prior_body_variance: what the prior of the layers before the last one adds to a faithful posterior.
+        kappa: of the unscented transform in training, one number or one by layer.
     """
 
     model_config = ConfigDict(extra="ignore", alias_generator=lambda name: name.replace("_", " "))
@@ -291,6 +292,7 @@ class FitFacts(Record):
     last_layer: Name = ""
     novelty: Name = ""
     prior_body_variance: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
+    kappa: Kappa | dict[Name, Kappa] = 2.0
 
 
 def _check_fit(values: dict[str, Any]) -> dict[str, Any]:

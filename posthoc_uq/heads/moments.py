@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double, at_least_float32
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Unit, check_option
+from posthoc_uq.core.options import Count, Kappa, Unit, check_option
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.records import fault_of
@@ -39,6 +39,7 @@ from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
+from posthoc_uq.moments.unscented import KAPPA
 from posthoc_uq.posteriors import HYPERPARAMETERS, ROWS, VARIANCES, Covariance, Posterior, ScaleCorrection
 from posthoc_uq.posteriors.settings import SettingsRecord
 
@@ -253,6 +254,9 @@ class MomentsPredictor(GaussianPredictor):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
             32 random directions of its inputs.
+        kappa: of the unscented transform of functions of one entry, at least 0; its outer points are
+            ``sqrt(kappa + 1)`` deviations away. 2 is exact for means of polynomials up to degree 5 and variances up to
+            degree 2. By default that of the training (`UTVI`), or 2.
         link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
             the likelihood's `links`. With ``cov="diag"`` there are variances alone: outputs count as independent, also
             where they vary together, which makes predictions too cautious.
@@ -277,6 +281,7 @@ class MomentsPredictor(GaussianPredictor):
         max_pool: MaxPool = "clark",
         pool_rho: Unit = 0.0,
         unknown: Unknown = "error",
+        kappa: Kappa | None = None,
         link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         novelty: bool = True,
@@ -289,6 +294,9 @@ class MomentsPredictor(GaussianPredictor):
             check_option("pool_rho", pool_rho, Unit),
             check_option("cov", cov, Covariances),
             check_option("unknown", unknown, Unknown),
+            posterior.history.fit.get("kappa", KAPPA)
+            if kappa is None
+            else check_option("kappa", kappa, Kappa),
         )
         with isolated_random_state():  # copying a module may run its code
             # a tuple hides it from `nn.Module`
@@ -337,7 +345,12 @@ class MomentsPredictor(GaussianPredictor):
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
-        return {"weights": self._weights, **asdict(self._rules)}
+        settings = {"weights": self._weights, **asdict(self._rules)}
+        if self._rules.kappa == KAPPA:
+            del settings["kappa"]  # as in files from before it could be chosen
+        elif isinstance(self._rules.kappa, Mapping):
+            settings["kappa"] = "learned"
+        return settings
 
     @property
     def scale_correction(self) -> ScaleCorrection | None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.calls import CallMode
 from posthoc_uq.layers.rules import AffineCall, affine_call
-from posthoc_uq.moments.unscented import MeanAndVariance
+from posthoc_uq.moments.unscented import KAPPA, MeanAndVariance
 
 Relu = Literal["unscented", "exact"]
 MaxPool = Literal["clark", "argmax"]
@@ -70,6 +69,8 @@ class Rules:
         cov: ``"diag"``, or ``"full"``: covariances through linear and element-wise layers.
         unknown: what happens to a function without a rule: ``"error"``, or ``"unscented"``, the unscented rule along
             random directions of its inputs.
+        kappa: of the points of functions of one entry, see `moments.unscented`; or by layer, for the functions after
+            it, with 2 for others.
     """
 
     relu: Relu = "unscented"
@@ -77,6 +78,7 @@ class Rules:
     pool_rho: float = 0.0
     cov: Covariances = "diag"
     unknown: Unknown = "error"
+    kappa: float | Mapping[str, float | Tensor] = KAPPA
 
 
 class MomentTensor(Tensor):
@@ -245,6 +247,7 @@ class Pass(CallMode):
         self.rules, self.posteriors, self.where = rules, posteriors, where
         self.used, self.elsewhere = set[str](), set[int]()
         self._unproved, self._linear = unproved, set[int]()
+        self._last = ""  # of the layers whose weights were used
         self._written: dict[int, tuple[Tensor, MomentTensor]] = {}  # plain tensors that became uncertain
 
     def _present(self, value: Any) -> Any:
@@ -259,6 +262,12 @@ class Pass(CallMode):
             )
         return self._written[id(value)][1] if id(value) in self._written else value
 
+    @property
+    def kappa(self) -> float | Tensor:
+        """That of the uncertain layer that ran last, where the rules have one by layer."""
+        kappa = self.rules.kappa
+        return kappa.get(self._last, KAPPA) if isinstance(kappa, Mapping) else kappa
+
     def follows(self, weight: Tensor) -> bool:
         return id(weight) in self.posteriors
 
@@ -271,7 +280,8 @@ class Pass(CallMode):
         if self._unproved and func not in QUERIES:
             self._note_uses(call, args, kwargs)
         if call is not None and id(call.parameter) in self.posteriors:
-            self.used.add(self.posteriors[id(call.parameter)].layer)
+            self._last = self.posteriors[id(call.parameter)].layer
+            self.used.add(self._last)
             return RULES[AffineCall](self, call)
         if not any(issubclass(kind, MomentTensor) for kind in types):
             return func(*args, **kwargs)
@@ -309,7 +319,7 @@ class Pass(CallMode):
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function without a rule, by the policy of the pass."""
         if self.rules.unknown == "unscented":
-            return along_directions(func, args, kwargs)
+            return along_directions(func, args, kwargs, self.kappa)
         raise self.refusal(
             f"no rule carries mean and variance through {function_name(func)}",
             "pass unknown='unscented' (its values at points around the mean)",
@@ -365,7 +375,7 @@ def as_view(base: Any, view: Any) -> Any:
 DIRECTIONS = 32  # of the inputs, along which a function without a rule is taken
 
 
-def along_directions(func: Any, args: Any, kwargs: Any) -> Any:
+def along_directions(func: Any, args: Any, kwargs: Any, kappa: float | Tensor = KAPPA) -> Any:
     """Mean and variance of the function's outputs by the three points of the unscented rule along each of `DIRECTIONS`
     random directions, the same in every call, in which every input moves up or down in units of its deviation.
 
@@ -379,6 +389,7 @@ def along_directions(func: Any, args: Any, kwargs: Any) -> Any:
             f"that returns a new tensor, or predict with head='sampling'."
         )
     inputs, build = _inputs(args, kwargs)
+    reach = kappa + 1
 
     def at(steps: list[Tensor] | None, sign: float) -> tuple[list[Tensor], Any]:
         means = [x.moment_mean for x in inputs]
@@ -400,14 +411,15 @@ def along_directions(func: Any, args: Any, kwargs: Any) -> Any:
                 torch.randint(0, 2, x.moment_mean.shape[1:], generator=generator, device="cpu") * 2.0 - 1.0
             )
             deviation = x.moment_variance.sqrt()
-            steps.append((sqrt(3.0) * signs.to(deviation) * deviation).to(x.moment_mean))
+            steps.append((reach**0.5 * signs.to(deviation) * deviation).to(x.moment_mean))
         (ups, _), (downs, _) = at(steps, 1.0), at(steps, -1.0)
         for place, (centre, up, down) in enumerate(zip(centres, ups, downs, strict=True)):
             bend = up + down - 2.0 * centre
             bends[place] = bends[place] + bend / DIRECTIONS
-            squares[place] = squares[place] + ((up - down).square() / 12 + bend.square() / 18) / DIRECTIONS
+            bent = kappa * bend.square() / (4 * reach**2)
+            squares[place] = squares[place] + ((up - down).square() / (4 * reach) + bent) / DIRECTIONS
     parts = [
-        MomentTensor(centre + bend / 6, square.to(variance_dtype(centre.dtype)))
+        MomentTensor(centre + bend / (2 * reach), square.to(variance_dtype(centre.dtype)))
         for centre, bend, square in zip(centres, bends, squares, strict=True)
     ]
     return pytree.tree_unflatten(parts, spec)

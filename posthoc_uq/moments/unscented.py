@@ -1,8 +1,10 @@
 """The unscented transform of element-wise functions, and the exact moments that exist in closed form.
 
-Three points ``mu, mu +- sqrt(3) sigma`` with weights 2/3, 1/6, 1/6 (Julier, Uhlmann 1997, with kappa = 2, which is
-three-point Gauss-Hermite quadrature): exact means up to polynomials of degree 5, exact variances up to degree 2
-(Schodt 2024, section 4.2).
+Three points ``mu, mu +- sqrt(kappa + 1) sigma`` with weights ``kappa / (kappa + 1)`` and twice ``1 / (2 (kappa + 1))``
+(Julier, Uhlmann 1997; Schodt 2024, equation 5). With kappa = 2 that is three-point Gauss-Hermite quadrature: exact
+means up to polynomials of degree 5, exact variances up to degree 2. With any other kappa means are exact up to degree
+3, and variances up to degree 1. Below 0 the middle point has a negative weight, by which a variance can be negative; 0
+leaves the two outer points.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
+KAPPA: float = 2.0
+"""The kappa that is meant where none is given."""
+
 Function = Callable[[Tensor], Tensor]
 MeanAndVariance = tuple[Tensor, Tensor]
 
-ROOT3 = sqrt(3.0)
 GRAIN = 2**15  # numbers in a block for each thread
 _SMALLEST = 1e-15  # spread below which a slope is taken as a derivative
 _MIN_VARIANCE = 1e-20  # below which a root has no gradient
@@ -29,27 +33,40 @@ def root(variance: Tensor) -> Tensor:
     return variance.sqrt()
 
 
-def unscented(function: Function, mean: Tensor, variance: Tensor) -> MeanAndVariance:
+def unscented(
+    function: Function, mean: Tensor, variance: Tensor, kappa: float | Tensor = KAPPA
+) -> MeanAndVariance:
     """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element.
 
-    With ``u``, ``c``, ``l`` the upper, central and lower value: ``c + (u + l - 2 c) / 6`` and
-    ``(u - l)^2 / 12 + (u + l - 2 c)^2 / 18``, in which only differences of the values cancel.
+    With ``u``, ``c``, ``l`` the upper, central and lower value, and ``r = kappa + 1``: ``c + (u + l - 2 c) / 2 r`` and
+    ``(u - l)^2 / 4 r + kappa (u + l - 2 c)^2 / 4 r^2``, in which only differences of the values cancel.
+
+    Args:
+        function: of a tensor, entry by entry.
+        mean: of x.
+        variance: of x.
+        kappa: a number, or a tensor without dimensions, which gradients reach.
     """
-    spread = root(variance * 3.0)
+    reach = kappa + 1
+    spread = root(variance * reach)
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
     difference = up - down
     bend = torch.sub(up + down, centre, alpha=2.0)
-    moment_variance = torch.addcmul(difference.square() * (1 / 12), bend, bend, value=1 / 18)
-    return torch.add(centre, bend, alpha=1 / 6), moment_variance
+    straight, bent = 1 / (4 * reach), kappa / (4 * reach**2)
+    if isinstance(kappa, Tensor):
+        return centre + bend / (2 * reach), difference.square() * straight + bend.square() * bent
+    moment_variance = torch.addcmul(difference.square() * straight, bend, bend, value=bent)
+    return torch.add(centre, bend, alpha=1 / (2 * reach)), moment_variance
 
 
 def unscented_positive(
-    function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0
+    function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0, kappa: float | Tensor = KAPPA
 ) -> MeanAndVariance:
     """`unscented` for functions that exist above an edge only (log, sqrt, powers): outer points that would cross
     it are moved inside, and second differences replace derivatives there.
     """
-    spread = root(3.0 * variance)
+    reach = kappa + 1
+    spread = root(reach * variance)
     room = (mean - edge).abs()
     step = torch.minimum(spread, 0.9 * room)
     # At the edge itself only a step up is possible; it counts twice.
@@ -57,17 +74,18 @@ def unscented_positive(
     lower = torch.where(room == 0, mean, mean - step)
     centre, up, down = function(mean), function(mean + step), function(lower)
     up, down = up - centre, down - centre
-    widen = 3.0 * variance / step.square().clamp(min=torch.finfo(mean.dtype).tiny)
+    widen = reach * variance / step.square().clamp(min=torch.finfo(mean.dtype).tiny)
     widen = torch.where(step > 0, widen, torch.ones_like(widen))
-    shift = (up + down) / 6.0 * widen
-    inside = (up.square() + down.square()) / 6.0 - ((up + down) / 6.0).square()
-    slope = (up - down).square() / 12.0 * widen  # ((f(+h) - f(-h)) / 2 h)^2 v
+    weight = 2 * reach  # its inverse
+    shift = (up + down) / weight * widen
+    inside = (up.square() + down.square()) / weight - ((up + down) / weight).square()
+    slope = (up - down).square() / (2 * weight) * widen  # ((f(+h) - f(-h)) / 2 h)^2 v
     return centre + shift, torch.where((step < spread) & (room > 0), slope, inside).clamp(min=0)
 
 
-def slope(function: Function, mean: Tensor, variance: Tensor) -> Tensor:
+def slope(function: Function, mean: Tensor, variance: Tensor, kappa: float | Tensor = KAPPA) -> Tensor:
     """``Cov(x, f(x)) / variance`` by the same three points: the slope of statistical linearisation."""
-    spread = ROOT3 * variance.sqrt().clamp(min=_SMALLEST)
+    spread = (kappa + 1) ** 0.5 * variance.sqrt().clamp(min=_SMALLEST)
     floor = torch.finfo(mean.dtype).eps ** (1 / 3) * (1 + mean.abs())  # a smaller step is lost in rounding
     step = torch.maximum(spread, floor)
     return (function(mean + step) - function(mean - step)) / (2 * step)
@@ -154,7 +172,8 @@ def unscented_joint(
     function: Callable[..., Tensor], means: list[Tensor], variances: list[Tensor | None]
 ) -> MeanAndVariance:
     """Mean and variance of ``f(x_1, ..., x_d)`` place by place, for independent Gaussians, by ``2 d + 1`` points: all
-    at their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``.
+    at their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``, whatever
+    kappa functions of one entry have.
 
     Args:
         function: of as many tensors of one shape; the same shape comes out.

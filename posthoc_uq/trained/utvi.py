@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import expm1, log
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -25,7 +26,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import LogVariance, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Kappa, LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers import RULES
 from posthoc_uq.layers.calls import CallWatcher
@@ -35,6 +36,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.task import Task
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
+from posthoc_uq.moments.unscented import KAPPA
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import ONE_PRIOR
@@ -53,6 +55,7 @@ _DRAWS = (
     64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
 )
 _MAX_RESIDUAL = 10.0  # that gradients see where noise="none", in deviations of the prediction
+_SOFTENED = log(expm1(KAPPA))  # of which the softplus is the kappa that is meant
 _NO_NOISE = 1e-10  # the noise of noise="none", as a share of the noise of the fit
 
 
@@ -99,6 +102,9 @@ class UTVI(Training["MomentObjective"]):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"`` or ``"unscented"``; see
             `MomentsPredictor`.
+        kappa: of the points of the unscented transform, see `MomentsPredictor`; or ``"learned"``, one a layer for the
+            functions after it, trained from 2 by the objective at `log_variance_lr`. It has no prior. The posterior
+            keeps it, and its head takes it from there.
         prior_precision: tau, of every weight; 1 by default.
 
     Example:
@@ -129,6 +135,7 @@ class UTVI(Training["MomentObjective"]):
     max_pool: MaxPool = "clark"
     pool_rho: Unit = 0.0
     unknown: Unknown = "error"
+    kappa: Kappa | Literal["learned"] = KAPPA
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,6 +222,7 @@ class UTVI(Training["MomentObjective"]):
             "first KL weight": self.first_kl_weight,
             "least KL weight": self.first_kl_weight * self.kl_floor,
             "relu": self.relu,
+            "kappa": self.kappa if self.kappa != "learned" else trained.learned_kappas(),
             "trained without uncertainty": [
                 name for name in trained.field.means if name not in trained.field.log_variances
             ],
@@ -256,14 +264,32 @@ class MomentObjective(Objective):
         super().__init__(network.requires_grad_(False), likelihood, samples, method.noise == "learned")
         self._method, self._layers, self.field = method, layers, field
         self._prior_means, self._halved = prior_means, halved
-        self._rules = Rules(method.relu, method.max_pool, method.pool_rho, "diag", method.unknown)
+        self._softened: dict[str, Tensor] = {}  # softplus of these are the kappas that are learned
+        if method.kappa == "learned":
+            like = next(iter(field.log_variances.values()))
+            self._softened = {name: like.new_tensor(_SOFTENED).requires_grad_() for name in layers}
         self._checked = False  # that moments reach the outputs
 
     def groups(self) -> list[Group]:
         groups = self.field.groups(self._method.lr, self._method.log_variance_lr)
         for group in groups:
             group["weight_decay"] = self._method.weight_decay if group["name"] == "means" else 0.0
+        if self._softened:
+            params = {f"kappa after {name}": value for name, value in self._softened.items()}
+            rate = self._method.log_variance_lr
+            groups.append({"params": params, "lr": rate, "name": "kappas", "weight_decay": 0.0})
         return groups
+
+    def learned_kappas(self) -> dict[str, float]:
+        """The kappas by layer, where they are learned; a layer that no function follows keeps that of the start."""
+        return {name: float(nn.functional.softplus(value.detach())) for name, value in self._softened.items()}
+
+    def _rules(self) -> Rules:
+        """Those of a pass, which gradients reach the learned kappas through."""
+        method = self._method
+        kappa = {name: nn.functional.softplus(value) for name, value in self._softened.items()}
+        given = KAPPA if method.kappa == "learned" else method.kappa
+        return Rules(method.relu, method.max_pool, method.pool_rho, "diag", method.unknown, kappa or given)
 
     def trained_mean(self) -> dict[str, Tensor] | None:
         return self.field.trained_mean()
@@ -282,7 +308,7 @@ class MomentObjective(Objective):
         outputs = propagate(
             lambda: functional_call(self.network, means, copied.args, copied.kwargs),
             independent_weights(self._layers, means, variances),
-            self._rules,
+            self._rules(),
             lambda: running_module(self.network),
         )
         self._check_used(outputs.used)

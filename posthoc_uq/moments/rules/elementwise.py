@@ -48,25 +48,34 @@ _EDGES = dict.fromkeys(["log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"], 
 
 
 def apply(
-    x: MomentTensor, function: Function, *, edge: float | None = None, blocks: bool = True
+    state: Pass, x: MomentTensor, function: Function, *, edge: float | None = None, blocks: bool = True
 ) -> MomentTensor:
     """An element-wise function of a moment tensor, by three points; its covariance by the slopes between them.
 
     Args:
+        state: whose kappa the points have.
         x: what it is applied to.
         function: of a plain tensor.
         edge: above which alone the function exists; None where it exists everywhere.
         blocks: the function may be called on parts of the tensor.
     """
 
-    def run(a: Tensor, b: Tensor) -> MeanAndVariance:
-        return unscented(function, a, b) if edge is None else unscented_positive(function, a, b, edge)
+    kappa = state.kappa
 
-    return _transformed(x, run, function, blocks)
+    def run(a: Tensor, b: Tensor) -> MeanAndVariance:
+        if edge is None:
+            return unscented(function, a, b, kappa)
+        return unscented_positive(function, a, b, edge, kappa)
+
+    return _transformed(state, x, run, function, blocks)
 
 
 def _transformed(
-    x: MomentTensor, run: Callable[[Tensor, Tensor], MeanAndVariance], function: Function, blocks: bool = True
+    state: Pass,
+    x: MomentTensor,
+    run: Callable[[Tensor, Tensor], MeanAndVariance],
+    function: Function,
+    blocks: bool = True,
 ) -> MomentTensor:
     """What `run` makes of mean and variance, in blocks where it may be."""
     m, v = x.moment_mean, x.moment_variance
@@ -74,7 +83,7 @@ def _transformed(
     mean, variance = blockwise(run, wide, v) if blocks else run(wide, v)
     if x.moment_covariance is None:
         return MomentTensor(mean.to(m.dtype), variance)
-    slopes = slope(function, wide, v)
+    slopes = slope(function, wide, v, state.kappa)
     covariance = x.moment_covariance * slopes.unsqueeze(2) * slopes.unsqueeze(1)
     eye = torch.eye(variance.shape[1], dtype=torch.bool, device=variance.device)
     covariance = torch.where(eye, torch.diag_embed(variance), covariance)
@@ -88,7 +97,7 @@ def _nonlinearity(
     others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not isinstance(input, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
         return state.unknown(function, (input, *args), kwargs)
-    result = apply(input, lambda x: function(x, *args, **kwargs), edge=edge, blocks=not others)
+    result = apply(state, input, lambda x: function(x, *args, **kwargs), edge=edge, blocks=not others)
     return state.replace(input, result) if inplace else result
 
 
@@ -103,9 +112,9 @@ def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: b
         return F.leaky_relu(x, negative_slope)
 
     if state.rules.relu == "exact" and input.moment_covariance is None:
-        result = _transformed(input, lambda m, v: rectified(m, v, negative_slope), function)
+        result = _transformed(state, input, lambda m, v: rectified(m, v, negative_slope), function)
     else:
-        result = apply(input, function)
+        result = apply(state, input, function)
     return state.replace(input, result) if inplace else result
 
 
@@ -127,7 +136,7 @@ for _name in (*_SMOOTH, *_EDGES, "relu", "leaky_relu"):
 @rule(*named("prelu"))
 def prelu(state: Pass, input: Any, weight: Any) -> Any:
     m, v = input.moment_mean, input.moment_variance
-    mean, variance = unscented(lambda x: F.prelu(x, weight.to(x)), m.to(v.dtype), v)
+    mean, variance = unscented(lambda x: F.prelu(x, weight.to(x)), m.to(v.dtype), v, state.kappa)
     return MomentTensor(mean.to(m.dtype), variance)
 
 
@@ -173,7 +182,7 @@ for _function in named(
 
 @rule(elementwise)
 def of_one_entry(state: Pass, function: Callable[[Tensor], Tensor], x: MomentTensor) -> MomentTensor:
-    return apply(x, function, blocks=False)
+    return apply(state, x, function, blocks=False)
 
 
 @rule(jointly)
@@ -230,7 +239,7 @@ def rsub(state: Pass, input: Any, other: Any) -> Any:
 @rule(*named("mul", "multiply"), Tensor.__mul__, Tensor.__rmul__)
 def mul(state: Pass, input: Any, other: Any) -> MomentTensor:
     if input is other:
-        return apply(input, torch.square)
+        return apply(state, input, torch.square)
     (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
     mean = _typed(m1 * m2, input, other)
     if not isinstance(other, MomentTensor):
@@ -257,14 +266,14 @@ def div(state: Pass, input: Any, other: Any, *, rounding_mode: Any = None) -> An
     if rounding_mode is not None:
         return state.unknown(torch.div, (input, other), {"rounding_mode": rounding_mode})
     if isinstance(other, MomentTensor):
-        return mul(state, input, apply(other, torch.reciprocal, edge=0.0))
+        return mul(state, input, apply(state, other, torch.reciprocal, edge=0.0))
     divisor = torch.as_tensor(other, dtype=input.moment_variance.dtype, device=input.moment_variance.device)
     return _scaled(input, divisor.reciprocal(), input.moment_mean / other)
 
 
 @rule(Tensor.__rtruediv__, Tensor.__rdiv__)
 def rdiv(state: Pass, input: Any, other: Any) -> Any:
-    return mul(state, other, apply(input, torch.reciprocal, edge=0.0))
+    return mul(state, other, apply(state, input, torch.reciprocal, edge=0.0))
 
 
 @rule(*named("neg", "negative"), Tensor.__neg__)
@@ -282,7 +291,7 @@ def power(state: Pass, input: Any, exponent: Any) -> Any:
     if not isinstance(input, MomentTensor) or isinstance(exponent, Tensor):
         return state.unknown(torch.pow, (input, exponent), {})
     polynomial = float(exponent).is_integer() and exponent >= 0
-    return apply(input, lambda x: x.pow(exponent), edge=None if polynomial else 0.0)
+    return apply(state, input, lambda x: x.pow(exponent), edge=None if polynomial else 0.0)
 
 
 @rule(*named("addcmul"))
