@@ -325,6 +325,23 @@ def test_scores_of_sequences() -> None:
         uq.sequence_scores(uq.ClassPrediction.from_logits(torch.randn(3, 4, 5)))
 
 
+def test_the_last_token_and_whole_sequences_by_draws() -> None:
+    kind, model = KINDS["GPT-2"], seeded(gpt2)
+    posterior, inputs, labels = fitted(model, kind, layers="last"), kind.inputs(), kind.labels()
+    linear = uq.wrap(model, posterior, "linearized")
+    next_word = linear.at(-1)(input_ids=IDS[1:]).probs
+    assert next_word.shape == (SAMPLES - 1, 1, WORDS)
+    torch.testing.assert_close(next_word[:, 0], linear(input_ids=IDS[1:]).probs[:, -1])
+    outputs = uq.wrap(model, posterior, "sampling", n_samples=5).outputs(**inputs)
+    found = torch.stack([kind.likelihood.log_prob(own, labels) for own in outputs])
+    assert found.shape == (5, SAMPLES)
+    shares = outputs.double().softmax(-1)
+    for n in range(SAMPLES):
+        counted = [t for t in range(LENGTH - 1) if labels[n, t + 1] != -100]
+        joint = torch.stack([shares[:, n, t, labels[n, t + 1]] for t in counted]).prod(0)
+        torch.testing.assert_close(found[:, n].double().exp(), joint, rtol=1e-4, atol=0)
+
+
 class Answers(nn.Module):
     """The logits of three words at the last position that the mask leaves."""
 

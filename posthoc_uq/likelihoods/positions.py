@@ -710,9 +710,9 @@ def sequence_scores(
     `PositionPrediction.scores_by_position` (``"entropy"``, ``"mutual_information"``, ``"novelty"`` ...), its mean over
     the tokens by its name, and the largest as ``"largest_entropy"`` and so on.
 
-    The log-probability of a sequence under one draw of the weights at a time, of which the mean over draws is another
-    number, is ``likelihood.log_prob(outputs, labels)`` for each ``outputs`` of the sampling head's
-    ``predictor.outputs(...)``.
+    The joint log-probability of a sequence is another number: the logarithm of the mean over draws of its probability
+    under each one. ``likelihood.log_prob(outputs, labels)`` is that of one draw, for each ``outputs`` of the sampling
+    head's ``predictor.outputs(...)``; see the example.
 
     Args:
         prediction: of outputs ``(batch, tokens, words)``.
@@ -725,10 +725,13 @@ def sequence_scores(
 
     Example:
         ```python
-        logits = torch.randn(10, 2, 7, 5)  # draws, sequences, tokens, classes
-        of_tokens = uq.Categorical(class_dim=-1).from_draws(logits)
-        scores = uq.sequence_scores(of_tokens)
-        print(scores.keys())
+        causal = uq.Categorical(class_dim=-1, next_token=True)
+        logits = torch.randn(10, 2, 7, 5)  # draws, sequences, tokens, words
+        labels = torch.randint(5, (2, 7))
+        scores = uq.sequence_scores(causal.from_draws(logits), labels)
+        print(scores["log_probability"])  # tokens one by one
+        draws = torch.stack([causal.log_prob(own, labels) for own in logits])
+        print(draws.logsumexp(0) - torch.tensor(10.0).log())  # whole
         ```
     """
     if not isinstance(cast(Any, prediction), PositionPrediction):
