@@ -4,6 +4,7 @@ by one process and by two, and its parts against independent computations.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from posthoc_uq import ClassPrediction, PosthocUQError
 from posthoc_uq.app import ImageTransform, ModelSource, TrainedModel, trained_model
 from recipes.common import NOTE
 
-NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes")
+NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes", "corruptions")
 INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
     "n02123159": 282,  # tiger cat
     "n03773504": 657,  # missile
@@ -230,6 +231,69 @@ def test_counts_are_the_papers(recipe: Namespace, tmp_path: Path) -> None:
         more = numbers["numbers"] / numbers["paper"] - 1
         # KFAC is kept as eigenvectors and eigenvalues, n + m numbers a layer more than the paper's two factors
         assert 0 < more < 1.5e-3 if row.endswith("kfac") else more == 0, row
+
+
+# Corruptions
+
+
+@pytest.mark.study
+def test_smoke_of_the_corruptions(recipe: Namespace, tmp_path: Path) -> None:
+    images, labels = recipe.corruptions.crops(1, 0)
+    assert {image.size for image in images} == {(224, 224)}
+    assert labels.tolist() == [INDICES[photo.wnid] for photo in recipe.example.PHOTOS]
+    run_smoke("imagenet.corruptions", "--output", tmp_path)
+    with (tmp_path / "corruptions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 * (1 + 6 * 5)  # clean, five corruptions and all of them together
+    clean = [row for row in rows if row["severity"] == "0"]
+    assert {row["posterior"] for row in clean} == {"network", "Diag", "KFAC", "EFB", "INF"}
+    assert all(row["AUROC of entropy"] == row["agreement"] == "" for row in clean)
+
+
+def test_corruptions_by_their_definitions(recipe: Namespace) -> None:
+    """Each pixel by a loop: mean of the mirrored disk, scaled value, and distance from the channel's mean."""
+    make, generator = recipe.corruptions, np.random.default_rng(0)
+    pixels = generator.random((14, 12, 3))
+    blurred = make.defocus_blur(pixels, 1, generator)
+    disk = [(i, j) for i in range(-3, 4) for j in range(-3, 4) if i * i + j * j <= 9]
+    for row, column in ((0, 0), (7, 5), (13, 11)):
+        places = [(row + i, column + j) for i, j in disk]
+        inside = [(min(max(i, -1 - i), 27 - i), min(max(j, -1 - j), 23 - j)) for i, j in places]
+        expected = sum(pixels[place] for place in inside) / len(disk)
+        np.testing.assert_allclose(blurred[row, column], expected, rtol=1e-10)
+    brighter, flatter = make.brightness(pixels, 3, generator), make.contrast(pixels, 4, generator)
+    for row, column in np.ndindex(14, 12):
+        pixel = pixels[row, column]
+        expected = pixel * min(1, max(pixel) + 0.3) / max(pixel)
+        np.testing.assert_allclose(brighter[row, column], expected, rtol=1e-10)
+    for channel in range(3):
+        mean = pixels[:, :, channel].sum() / 168
+        np.testing.assert_allclose(flatter[:, :, channel], mean + 0.1 * (pixels[:, :, channel] - mean))
+    noise = make.gaussian_noise(np.zeros((100, 100, 3)), 2, generator)
+    assert noise.std() == pytest.approx(0.12, rel=0.02) and abs(noise.mean()) < 0.003
+
+
+def test_corruptions_grow_with_their_severity(recipe: Namespace) -> None:
+    image = recipe.example.read(recipe.example.PHOTOS[3]).resize((64, 64))
+    for name in recipe.corruptions.CORRUPTIONS:
+        spoilt = [recipe.corruptions.corrupted(image, name, s, np.random.default_rng(0)) for s in range(1, 6)]
+        far = [np.abs(np.asarray(one, float) - np.asarray(image, float)).mean() for one in spoilt]
+        assert far[0] > 1 and far == sorted(far), name
+
+
+def test_a_corrupted_row_against_other_libraries(recipe: Namespace) -> None:
+    logits = torch.randn(18, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    clean, spoilt = (ClassPrediction.from_logits(part.unsqueeze(0)) for part in (logits[:6], logits[6:]))
+    labels = torch.tensor([0, 1, 2, 3, 0, 1])
+    found = recipe.corruptions.scored(spoilt, clean, labels, 15)
+    probs, twice = logits.softmax(1).numpy(), np.tile(labels.numpy(), 2)
+    answers = probs.argmax(1)
+    entropies = -(probs * np.log(probs)).sum(1)
+    assert found["accuracy"] == pytest.approx((answers[6:] == twice).mean())
+    assert found["agreement"] == pytest.approx((answers[6:] == np.tile(answers[:6], 2)).mean())
+    assert found["NLL"] == pytest.approx(log_loss(twice, probs[6:], labels=range(4)))
+    assert found["mean entropy"] == pytest.approx(entropies[6:].mean())
+    assert found["AUROC of entropy"] == pytest.approx(roc_auc_score([0] * 6 + [1] * 12, entropies))
 
 
 # The search

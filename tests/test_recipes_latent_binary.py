@@ -18,13 +18,14 @@ from torch import nn
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
     return recipe_modules(
-        "latent_binary", ["networks", "images", "entropy_maps", "variables", "exact", "clusters"]
+        "latent_binary",
+        ["networks", "images", "entropy_maps", "variables", "ascent", "exact", "clusters", "tabular"],
     )
 
 
 def test_smoke_of_the_variables(tmp_path: Path) -> None:
     printed = smoke("latent_binary.variables", "--output", tmp_path)
-    assert "| flow |" in printed
+    assert "| flow |" in printed and "| coordinate ascent |" in printed
     kept = json.loads((tmp_path / "variables.json").read_text())
     assert all(0 <= number <= 1 for row in kept["results"].values() for number in row.values())
     assert np.shape(kept["probabilities"]["flow"]) == (2, 20)
@@ -60,6 +61,30 @@ def test_smoke_on_images(tmp_path: Path) -> None:
         assert picture.size[0] > 1500 and len(picture.convert("L").getcolors()) > 50
     (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]
     assert rows["LRT, post hoc: median model"]["density"] == rows["pruned as LRT, post hoc"]["density"]
+
+
+@pytest.mark.study
+def test_smoke_on_tables(tmp_path: Path) -> None:
+    assert "| flow: median model |" in smoke("latent_binary.tabular", "--output", tmp_path)
+    rows = json.loads((tmp_path / "tabular.json").read_text())["wine"]
+    assert all(0 <= row["min"] <= row["mean"] <= row["max"] <= 100 for row in rows.values())
+    assert rows["flow: full average"]["density"] == 1 > rows["flow: median model"]["density"]
+
+
+def test_words_become_numbers_and_folds_are_standardised(recipe: Namespace) -> None:
+    rows = [["b", "3", "no"], ["a", "0", "yes"], ["b", "8", "no"], ["a", "1", "yes"]]
+    inputs, classes = recipe.tabular.encoded(rows, (0,))
+    expected = [[0, 1, np.log(4)], [1, 0, 0], [0, 1, np.log(9)], [1, 0, np.log(2)]]
+    np.testing.assert_allclose(inputs, expected)
+    assert classes.tolist() == [0, 1, 0, 1]
+    for split in recipe.tabular.folds(inputs, classes, 2):
+        assert sorted(split.train.labels.tolist()) == sorted(split.test.labels.tolist()) == [0, 1]
+        centre = split.train.images.double().mean(0)
+        torch.testing.assert_close(centre, torch.zeros(3, dtype=torch.float64), atol=1e-6, rtol=0)
+        kept = torch.cat([split.train.images, split.test.images])[:, 2].double()
+        raw = np.array(sorted(row[2] for row in expected))
+        slope = np.diff(np.sort(kept.numpy())) / np.diff(raw)  # one scale for both parts
+        np.testing.assert_allclose(slope, slope[0], rtol=1e-5)
 
 
 def test_the_covariates_are_those_of_the_public_file(recipe: Namespace) -> None:
@@ -111,6 +136,32 @@ def test_the_exact_probabilities_are_those_of_a_sum_over_all_models(recipe: Name
     assert 0.3 < (on / total)[0] < 0.9  # neither of the two that are alike is certain
     assert found.error.max() < 0.02
     np.testing.assert_allclose(found.mean, on / total, atol=0.03)
+
+
+def test_coordinate_ascent_ends_where_the_bound_is_flat(recipe: Namespace) -> None:
+    """The bound by its definition, a sum over all eight models: no gradient is left where the updates end."""
+    generator = np.random.default_rng(4)
+    x = generator.standard_normal((20, 3))
+    y = (generator.random(20) < 1 / (1 + np.exp(-1.5 * x[:, 0]))).astype(float)
+    fits = recipe.ascent.ascended(x, y, 0.25, runs=2, close=1e-12)
+    design, signed = torch.from_numpy(x), torch.from_numpy(y) - 0.5
+    for run in range(2):
+        found = [torch.from_numpy(np.asarray(part[run])).requires_grad_() for part in fits]
+        chance, mean, variance, bias, bias_variance, spread = found
+        bound = -(bias_variance + bias**2 - 1 - bias_variance.log()) / 2
+        for model in itertools.product((0.0, 1.0), repeat=3):
+            on = torch.tensor(model, dtype=torch.float64)
+            share = torch.where(on > 0, chance, 1 - chance)
+            logits = bias + design @ (on * mean)
+            square = logits**2 + design**2 @ (on * variance) + bias_variance
+            curvature = (spread.sigmoid() - 0.5) / (2 * spread)
+            fit = spread.sigmoid().log() - spread / 2 + signed * logits - curvature * (square - spread**2)
+            weights = on * (variance + mean**2 - 1 - variance.log()) / 2
+            models = torch.log(share / torch.where(on > 0, 0.25, 0.75))
+            bound = bound + share.prod() * (fit.sum() - weights.sum() - models.sum())
+        for gradient in torch.autograd.grad(bound, found):
+            assert float(gradient.abs().max()) < 1e-6
+        assert 0.5 < fits.chance[run, 0] < 1 and fits.chance[run, 1:].max() < 0.5
 
 
 def test_pruning_keeps_the_share_that_was_asked_for(recipe: Namespace) -> None:

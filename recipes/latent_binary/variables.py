@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from recipes.common import existing, in_random_order, looked_at, parsed, parser, report, table
+from recipes.latent_binary.ascent import ascended
 from recipes.latent_binary.exact import inclusions
 
 BETA = np.array([-4, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1.2, 0, 37.1, 0, 0, 50, -0.00005, 10, 3, 0])
@@ -237,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--epochs", type=int, default=500)
     add("--sweeps", type=int, default=4000, help="of the Gibbs sampler's eight chains")
-    options = parsed(command, arguments, runs=2, epochs=5, sweeps=20)
+    command.set_defaults(ascents=100)
+    options = parsed(command, arguments, runs=2, epochs=5, sweeps=20, ascents=2)
     generator = np.random.default_rng(options.seed)
     with looked_at():
         covariates = simulated(generator) if options.covariates is None else read(options.covariates, 20)
@@ -254,8 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows["exact"] = summarised(truth.unsqueeze(0), None)
         chances["exact"], chances["standard errors"] = exact.mean.tolist(), exact.error.tolist()
         print(f"exact: {exact.mean.round(3)}, standard errors up to {exact.error.max():.3f}", flush=True)
-    for name in ("LRT", "flow"):
-        if name == "LRT":
+    for name in ("coordinate ascent", "LRT", "flow"):
+        if name == "coordinate ascent":
+            x, y = data.x.double().numpy(), data.y.flatten().double().numpy()
+            runs = torch.from_numpy(ascended(x, y, INCLUSION, options.ascents).chance)
+        elif name == "LRT":
             runs = fitted(data, False, LRT_RUNS, 0, options.epochs)
         else:
             runs = torch.cat([fitted(data, True, 1, seed, options.epochs) for seed in range(options.runs)])
