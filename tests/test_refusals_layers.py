@@ -105,6 +105,8 @@ ROWS = {
         lambda: fit(nn.Sequential(net(), nn.Linear(3, 3)), layers=["0.O"]), r"'0\.O'.*'0\.0'"),
     "a pattern of nothing": Row(lambda: fit(layers="*lora_*"), r"no weighted layer '\*lora_\*'"),
     "a parameter's name, misspelt": Row(lambda: fit(layers=["0.weigth"]), r"no weighted layer '0\.weigth'"),
+    "a parameter's name, of a training": Row(
+        lambda: fit(method="utvi", layers=["0.weight"], epochs=1), r"no weighted layer '0\.weight'.*\]\.$"),
     "an embedding": Row(
         lambda: fit(Tied(), [torch.arange(6).reshape(2, 3) % 5], layers="embedding", fisher="exact"),
         r"'embedding' is an embedding.*layers=\['head'\]",

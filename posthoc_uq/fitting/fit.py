@@ -168,8 +168,8 @@ def fit(
         val_loader: held-out batches; the fit then ends with `calibrate(posterior, val_loader)`, or a training with the
             weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"ordinal"``, ``"regression"``,
-            ``"heteroscedastic"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, or a `Likelihood`; of several
-            heads `uq.Joint`.
+            ``"heteroscedastic"``, ``"quantiles"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, ``"survival"``,
+            or a `Likelihood`; of several heads `uq.Joint`.
         noise_variance: of a regression, in squared units of the targets, one number or one an output; by default the
             mean squared residual of the training data (1 without targets, with a warning).
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate

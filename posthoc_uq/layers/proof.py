@@ -739,10 +739,11 @@ def select(
             )
         if not known and not reference.missed((), [name]):
             known_names = [t.layer.name for t in discovered]
+            parameters = reference.parameters if by_gradients else ()
             raise PosthocUQError(
                 f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
                 f"{', ...' if len(known_names) > 5 else ''}."
-                f"{did_you_mean(name, [*known_names, *LAYER_WORDS, *reference.parameters])}"
+                f"{did_you_mean(name, [*known_names, *LAYER_WORDS, *parameters])}"
             )
     return [
         t
