@@ -57,6 +57,28 @@ def test_smoke_on_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_smoke_on_uci(tmp_path: Path) -> None:
+    smoke("function_space.uci", "--output", tmp_path)
+    (split,) = json.loads((tmp_path / "uci.json").read_text())["boston"]
+    assert list(split) == ["network", "around the network", "from random weights"]
+    assert all(2 < row["RMSE"] < 10 and -5 < row["log-likelihood"] < -2 for row in split.values())
+
+
+@pytest.mark.study
+def test_smoke_of_ensembles(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    smoke("function_space.ensembles", "--data", data, "--output", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "ensembles.json").read_text())
+    assert list(results) == ["clothes", "digits"]
+    for (rows,) in results.values():
+        kinds = ["bound, monochrome context", "independent prior"]
+        several = [f"{kind}, ensemble of 2" for kind in kinds]
+        assert set(rows) == {"network", "ensemble of 2", *kinds, *several}
+        assert all(0 <= row["AUROC, letters"] <= 1 and row["NLL"] < 5 for row in rows.values())
+
+
+@pytest.mark.study
 def test_smoke_of_objectives(tmp_path: Path) -> None:
     for name in ("data", "networks"):
         (tmp_path / name).mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -52,6 +53,13 @@ def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out" / "images.json").read_text())
     assert set(rows) == {"AdamW", "message passing, moments", "message passing, drawn weights"}
     assert all(0 <= row["accuracy"] <= 1 and row["NLL"] < 10 for row in rows.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ivon") is None, reason="ivon-opt is not installed")
+def test_beside_ivon(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")
+    assert "at the mean |" in smoke("message_passing.beside_ivon", *folders)
 
 
 def test_intervals_of_a_true_distribution_cover_as_often_as_they_say(recipe: Namespace) -> None:
