@@ -505,6 +505,15 @@ def test_class_rates(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_utvi_kappa(tmp_path: Path) -> None:
+    _script("utvi_kappa").main(["--smoke", "--output", str(tmp_path)])
+    with (tmp_path / "utvi_kappa.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kappa"].split(":")[0] for row in rows] == ["0", "0.5", "1", "2", "3", "learned"] * 2
+    assert all(isfinite(float(row[name])) for row in rows for name in ("NLL", "error of deviations"))
+
+
+@pytest.mark.study
 def test_few_labels(tmp_path: Path) -> None:
     _script("few_labels").main(["--smoke", "--output", str(tmp_path)])
     for name in ("logits", "library"):

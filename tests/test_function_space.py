@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Categorical as Choice
+from torch.distributions import MixtureSameFamily, MultivariateNormal, Normal, kl_divergence
 from torch.func import functional_call, jacrev
 
 import posthoc_uq as uq
@@ -206,6 +207,52 @@ def test_the_divergence_of_independent_values() -> None:
     assert bool((still.grad[0, 0] == 0).all()) and bool((still.grad[0, 1] < 0).all())
 
 
+def test_a_mixture_of_draws_by_its_density() -> None:
+    """Equation 14: the divergence of the mixture by torch's densities; the estimate's mean is that, and it is exact in
+    its own values.
+    """
+    sets, components, outputs, inputs = 4000, 3, 2, 2
+    means = 0.6 * normals(components, outputs, inputs, seed=1)
+    covariance, prior = torch.eye(2, dtype=F64) * 0.3 + 0.1, torch.eye(2, dtype=F64) * 1.5 + 0.4
+    noise = 0.05 * torch.eye(2, dtype=F64)
+    values = normals(components, sets, outputs, inputs, seed=2)
+    found = gaussian_kl(
+        means.unsqueeze(1).expand(-1, sets, -1, -1),
+        covariance.expand(sets, outputs, 2, 2),
+        torch.zeros(sets, outputs, inputs, dtype=F64),
+        prior.expand(sets, 1, 2, 2),
+        0.05,
+        values,
+    )
+    whole = [torch.block_diag(*[each + noise] * outputs) for each in (covariance, prior)]
+    parts = MultivariateNormal(means.flatten(1), whole[0])
+    mixture = MixtureSameFamily(Choice(torch.ones(components, dtype=F64)), parts)
+    p = MultivariateNormal(torch.zeros(4, dtype=F64), whole[1])
+    apart = kl_divergence(parts, p).mean()
+    drawn_values = means.flatten(1).unsqueeze(1) + values.flatten(2) @ torch.linalg.cholesky(whole[0]).T
+    own = MultivariateNormal(means.flatten(1).unsqueeze(1), whole[0]).log_prob(drawn_values)
+    information = (own - mixture.log_prob(drawn_values)).mean(0)
+    torch.testing.assert_close(found.total, apart - information)
+    torch.manual_seed(0)
+    points = mixture.sample((100_000,))
+    by_density = (mixture.log_prob(points) - p.log_prob(points)).mean()
+    assert float(found.total.mean()) == pytest.approx(float(by_density), abs=0.02)
+    assert float(by_density) < float(apart) - 0.2
+
+    flat = [each.permute(0, 1, 3, 2) for each in (means.unsqueeze(1).expand(-1, sets, -1, -1), values)]
+    single = marginal_kl(flat[0], torch.full((sets, 2, 2), 0.4, dtype=F64), 0 * flat[0][0], 1.9, flat[1])
+    expected = 0.0
+    for value in means.flatten(1).T:  # every function value is a mixture of its own
+        one = Normal(value, 0.4**0.5)
+        mixed, grid = (
+            MixtureSameFamily(Choice(torch.ones(3, dtype=F64)), one),
+            torch.linspace(-9, 9, 9001, dtype=F64),
+        )
+        log_q, log_p = mixed.log_prob(grid), Normal(0.0, 1.9**0.5).log_prob(grid)
+        expected += float(torch.trapezoid(log_q.exp() * (log_q - log_p), grid))
+    assert float(single.total.mean()) == pytest.approx(expected, abs=0.02)
+
+
 # The objective
 
 
@@ -244,6 +291,41 @@ def test_divergence_against_dense_jacobians() -> None:
     noise = 1e-6 * float(prior.diagonal().mean()) * torch.eye(20, dtype=F64)
     expected = dense_kl(mean, covariance + noise, torch.zeros(20), prior + noise)
     assert float(found.total) == pytest.approx(expected, rel=1e-8)
+
+
+def test_divergence_of_several_draws_by_jacobians() -> None:
+    """Each draw moves the mean by its own ``J_body (sigma o e)``; the values of the mixture are those of the seed."""
+    net, points = random_net(3, 5, 2), normals(4, 3, seed=2)
+    objective, field = objective_of(net, points, n_body_draws=3, function_noise=1e-2)
+    draws = [drawn(objective, seed=s)[1] for s in (7, 8, 9)]
+    found, _ = objective.divergence(Batch((points,)), *draws, generator=torch.Generator().manual_seed(3))
+    single = [objective.divergence(Batch((points,)), draw)[0] for draw in draws]
+    at_means = {name: mean.detach() for name, mean in field.means.items()}
+    jacobian = jacrev(lambda w: functional_call(net, w, (points,)).flatten())(at_means)
+    means = torch.stack(
+        [
+            functional_call(net, at_means, (points,)).flatten()
+            + sum(jacobian[n].flatten(1) @ d.detach().flatten() for n, d in draw.items())
+            for draw in draws
+        ]
+    )
+    covariance = torch.zeros(8, 8, dtype=F64)
+    for name in objective.feature_network.last.parameter_names:
+        rows = jacobian[name].flatten(1)
+        covariance += rows @ field.log_variances[name].detach().exp().flatten().diag() @ rows.T
+    covariance += float(found.function_noise) * torch.eye(8, dtype=F64)
+    order = torch.arange(8).reshape(4, 2).T.flatten()  # one output after the other
+    means, covariance = means[:, order], covariance[order][:, order]
+    values = (
+        torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(3), dtype=F64).transpose(1, 2).flatten(1)
+    )
+    values = means + values @ torch.linalg.cholesky(covariance).T
+    parts = MultivariateNormal(means, covariance)
+    mixture = MixtureSameFamily(Choice(torch.ones(3, dtype=F64)), parts)
+    information = (parts.log_prob(values) - mixture.log_prob(values)).mean()
+    expected = sum(float(each.total) for each in single) / 3 - float(information)
+    assert float(found.total) == pytest.approx(expected, rel=1e-8)
+    assert 0.01 < float(information) < np.log(3)
 
 
 @pytest.mark.parametrize("prior_mean", ["zero", "pretrained"])
@@ -290,7 +372,8 @@ def test_gradient_of_the_whole_divergence(body: str, prior_mean: str) -> None:
     [
         {"n_draws": 2},
         {"n_draws": 2, "train_mean": False, "body": "sample"},
-        {"prior": "independent", "divergence_weight": 7.5},
+        {"n_body_draws": 3},
+        {"prior": "independent", "divergence_weight": 7.5, "n_body_draws": 2},
         {"prior": "independent", "divergence_weight": 1.0, "body": "certain"},
     ],
 )
@@ -309,8 +392,14 @@ def test_the_step_adds_up(options: dict[str, Any]) -> None:
         weights = {name: mean + deviations.get(name, 0.0) for name, mean in field.means.items()}
         fit = fit - nn.functional.cross_entropy(functional_call(net, weights, (x,)), y) / draws
     last = objective.feature_network.last.parameter_names
-    body = {name: d for name, d in deviations.items() if name not in last}
-    divergence = objective.divergence(Batch((points,)), body)[0]
+    bodies = [{name: d for name, d in deviations.items() if name not in last}]
+    for _ in range(options.get("n_body_draws", 1) - 1):
+        more = {
+            name: torch.randn(value.shape, generator=generator, dtype=F64) * (0.5 * value).exp()
+            for name, value in field.log_variances.items()
+        }
+        bodies.append({name: d for name, d in more.items() if name not in last})
+    divergence = objective.divergence(Batch((points,)), *bodies, generator=objective.generator(4, 4))[0]
     loss = divergence.total[0] * options.get("divergence_weight", 1.0) / 40 - fit
     expected = torch.autograd.grad(loss, list(objective.tensors().values()))
     assert any(name.startswith("mean") for name in found) == objective.method.train_mean

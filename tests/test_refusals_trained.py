@@ -104,6 +104,9 @@ OPTIONS = {
     "a weight that is surely there": Row(lambda: uq.LatentBinary(prior_inclusion=1.0), "prior_inclusion"),
     "a flow of a million units": Row(lambda: uq.LatentBinary(flow_units=10**6), "flow_units"),
     "a floor above all": Row(lambda: uq.UTVI(kl_floor=1.5), "kl_floor must be"),
+    "draws of a body that is certain": Row(
+        lambda: uq.FunctionSpace(n_body_draws=2, body="certain"), "n_body_draws=2 goes with body='linearized'",
+    ),
     "a kappa below zero": Row(lambda: uq.UTVI(kappa=-0.5), "kappa must be .* >= 0 .*or 'learned', not -0.5"),
     "noise of no objective": Row(lambda: uq.UTVI(noise="none"), "goes with objective='predictive'"),
     "a random start that stays": Row(lambda: uq.UTVI(start="random", train_mean=False), "do not go with it"),

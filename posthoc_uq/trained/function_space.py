@@ -6,15 +6,17 @@ After Rudner, Chen, Teh, Gal 2022, "Tractable function-space variational inferen
 
 The first term runs the network itself with weights drawn from q. In the second, both distributions are Gaussians of the
 network linearised in its weights, at context points ``X_s``. The last layer's weights ``W phi + b`` are integrated
-exactly, which gives one covariance an output; all others (the body) are drawn once, which moves the mean by ``J_body
-(sigma o e)``. The divergence counts ``w`` times for the whole data set, so with ``w / N`` per sample; the bound has
-``w = 1``. Samples with weights of their own count as often in the first term.
+exactly, which gives one covariance an output; all others (the body) are drawn, which moves the mean by ``J_body
+(sigma o e)``. Several draws make q a mixture of Gaussians with equal weights and one covariance (equation 14). The
+divergence counts ``w`` times for the whole data set, so with ``w / N`` per sample; the bound has ``w = 1``. Samples
+with weights of their own count as often in the first term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import log
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -49,7 +51,7 @@ _OF_THE_OTHER_PRIOR = {
 
 _WARNED_RATIO = 10  # of a weight of the divergence to the one that belongs to a prior
 _NOISE_FOR_LARGE_WEIGHTS = 1e-2  # function noise with which a prior by features takes a larger weight
-_WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of random numbers from a step's seed
+_WEIGHTS, _CONTEXT, _VALIDATION, _VALUES = 1, 2, 3, 4  # streams of random numbers from a step's seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,9 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             features.
         body: how a draw of all layers but the last enters the divergence: ``"linearized"``, or ``"sample"`` to run the
             network with it; or ``"certain"``: these layers are trained and have no variances.
+        n_body_draws: such draws a step with ``body="linearized"``. Of several the divergence is that of their mixture:
+            at most the mean of theirs, and less than that by no more than ``log(n_body_draws)`` nats (of every function
+            value, with an independent prior).
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
 
     Example:
@@ -119,6 +124,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
     prior_mean: Literal["zero", "pretrained", "random_init"] = "zero"
     function_noise: Positive = 1e-6
     body: Literal["linearized", "sample", "certain"] = "linearized"
+    n_body_draws: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +134,10 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
                 raise PosthocUQError(
                     f"{field.name} is of prior={other!r}, and prior={self.prior!r} does without; leave it out."
                 )
+        if self.n_body_draws > 1 and self.body != "linearized":
+            raise PosthocUQError(
+                f"n_body_draws={self.n_body_draws} goes with body='linearized', and body={self.body!r} takes 1."
+            )
         if self.body == "certain" and self.initial_body_log_variance != BODY_LOG_VARIANCE:
             raise PosthocUQError(
                 "body='certain' leaves all layers but the last without variances, so that initial_body_log_variance "
@@ -229,6 +239,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             "n_context": method.n_context,
             "n_sets": self.n_sets,
             "n_draws": self.n_draws,
+            "n_body_draws": self.n_body_draws,
             "prior": self.prior,
             "prior mean": self.prior_mean,
             "divergence weight": method.divergence_weight,
@@ -291,12 +302,16 @@ class FunctionSpaceObjective(Objective):
             shares.append(self._fit(batch, deviations, checks if not shares else None))
         log_likelihood = torch.stack(shares).sum()
         # The last draw of the body serves both terms: each stays unbiased, and nothing is drawn twice.
-        body = {name: deviations[name].requires_grad_() for name in self._body}
+        bodies = [{name: deviations[name].requires_grad_() for name in self._body}]
+        for _ in range(self.method.n_body_draws - 1 if self._body else 0):
+            deviations = self.field.deviations(generator)
+            bodies.append({name: deviations[name].requires_grad_() for name in self._body})
         del deviations
-        self.field.on_backward(body, mean=False)
+        for body in bodies:
+            self.field.on_backward(body, mean=False)
         contexts = self._contexts(batch, seed)
         try:
-            divergences, largest = self.divergence(contexts, body)
+            divergences, largest = self.divergence(contexts, *bodies, generator=self.generator(seed, _VALUES))
         except RuntimeError as error:
             _raise_of_shapes(contexts, batch, error)
             raise
@@ -306,7 +321,8 @@ class FunctionSpaceObjective(Objective):
             for part in (divergences.total, divergences.mean_part, divergences.covariance_part)
         )
         (total * self._weight).backward()
-        body.clear()
+        for body in bodies:
+            body.clear()
         divergence = total.detach() * self._weight
         return {
             "loss": divergence - log_likelihood.to(divergence),
@@ -342,22 +358,26 @@ class FunctionSpaceObjective(Objective):
             )
         return contexts
 
-    def divergence(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[FunctionKL, Tensor]:
+    def divergence(
+        self, contexts: Batch, *draws: Mapping[str, Tensor], generator: torch.Generator | None = None
+    ) -> tuple[FunctionKL, Tensor]:
         """``KL(q(f(X)) || p(f(X)))`` of all context sets, one differentiable number a set, and the index of the
         largest, ``(1,)``.
 
         Args:
             contexts: all sets, one after the other.
-            deviations: ``sigma e`` of the body's parameters; empty where they are certain.
+            *draws: ``sigma e`` of the body's parameters; empty where they are certain.
+            generator: of the function values by which the divergence of several draws' mixture is estimated.
         """
-        method, means = self.method, self.field.means
+        method, means, deviations = self.method, self.field.means, draws[0]
         if not deviations or method.body == "sample":
             drawn = {name: means[name] + deviation for name, deviation in deviations.items()}
             outputs, features = self.feature_network({**means, **drawn}, contexts)
             mean = outputs
         else:
             outputs, features, change = linearised_draw(self.feature_network, means, deviations, contexts)
-            mean = outputs + change
+            others = [linearised_draw(self.feature_network, means, each, contexts)[2] for each in draws[1:]]
+            mean = outputs + (torch.stack([change, *others]) if others else change)
         independent, zero = method.prior == "independent", method.prior_mean == "zero"
         prior_outputs, prior_features = outputs.detach(), features.detach()
         if not (self._prior_at_means or (independent and zero)):
@@ -367,24 +387,29 @@ class FunctionSpaceObjective(Objective):
             prior_outputs = torch.zeros_like(prior_outputs)
 
         def by_set(values: Tensor) -> Tensor:
-            return values.reshape(method.n_sets, -1, values.shape[1])
+            return values.reshape(*values.shape[:-2], method.n_sets, -1, values.shape[-1])
 
         mean, features, prior_mean = by_set(mean), by_set(features), by_set(prior_outputs)
+        normals = None
+        if len(draws) > 1:
+            shape, kind, device = mean.shape, torch.float64, mean.device
+            normals = torch.randn(shape, generator=generator, dtype=kind, device=device)
         weight, *bias = (self.field.log_variances[name].exp() for name in self._last)
         variances = weight.flatten(1), bias[0] if bias else None
         if independent:
             values = last_layer_variances(features, *variances)
-            found = marginal_kl(mean, values, prior_mean, method.prior_variance)
+            found = marginal_kl(mean, values, prior_mean, method.prior_variance, normals)
         else:
             wide = as_double(by_set(prior_features))
             prior_variances = wide.new_full((1, wide.shape[-1]), 1 / method.precision)
             prior = last_layer_covariance(wide, prior_variances, prior_variances[:, 0] if bias else None)
             found = gaussian_kl(
-                mean.transpose(1, 2),
+                mean.transpose(-1, -2),
                 last_layer_covariance(features, *variances),
                 prior_mean.transpose(1, 2),
                 prior,
                 relative_function_noise(prior, method.function_noise),
+                None if normals is None else normals.transpose(-1, -2),
             )
         if found.raised > 1 and not self._warned:
             self._warned = True
@@ -548,7 +573,8 @@ class FunctionKL:
 
     Attributes:
         mean_part: ``(m_q - m_p)^T C_p^-1 (m_q - m_p) / 2``, a scalar or one number a set.
-        covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise.
+        covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise. Where q is a mixture, the
+            mean part is the mean of its components', and `mixture_information` is taken off here.
         function_noise: the variance that was added to every function value, likewise.
         raised: that variance as a multiple of the one that was asked for.
     """
@@ -618,25 +644,56 @@ _MIN_RATIO = 1e-12
 divergence is this one's, and has no gradient."""
 
 
-def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_variance: float) -> FunctionKL:
+def mixture_information(whitened: Tensor, normals: Tensor) -> Tensor:
+    """What a value of a mixture of R Gaussians with one covariance ``C = L L^T`` says of its component, in nats.
+
+    By this much ``KL(sum_j N(m_j, C) / R || p)`` is less than the mean of the components' divergences. Of the value
+    ``m_j + L e_j`` it is ``log R - log sum_i exp(-|u_ij|^2 / 2 - u_ij^T e_j)`` with ``u_ij = L^-1 (m_j - m_i)``; the
+    mean over one value of each component has no bias.
+
+    Args:
+        whitened: ``L^-1 m_j``, ``(*sets, R, values)``.
+        normals: standard normals ``e_j``, of the same shape.
+
+    Returns:
+        One number a set, 0 for one component.
+    """
+    apart = whitened.unsqueeze(-2) - whitened.unsqueeze(-3)  # (*sets, j, i, values)
+    exponents = -0.5 * apart.square().sum(-1) - (apart * normals.unsqueeze(-2)).sum(-1)
+    return (log(whitened.shape[-2]) - torch.logsumexp(exponents, dim=-1)).mean(-1)
+
+
+def marginal_kl(
+    mean: Tensor,
+    variances: Tensor,
+    prior_mean: Tensor,
+    prior_variance: float,
+    normals: Tensor | None = None,
+) -> FunctionKL:
     """``sum_kq KL(N(m_kq, v_kq) || N(p_kq, s))`` over inputs and outputs, from the marginals alone.
 
     Args:
-        mean: ``(sets, inputs, outputs)``.
-        variances: likewise, positive.
+        mean: ``(sets, inputs, outputs)``; of a mixture with its components before.
+        variances: ``(sets, inputs, outputs)``, positive.
         prior_mean: likewise.
         prior_variance: s.
+        normals: of the shape of a mixture's means; see `mixture_information`.
 
     Returns:
         One divergence a set, without a function noise.
     """
     difference = as_double(mean) - as_double(prior_mean)
-    zero = torch.zeros_like(difference)
+    zero = torch.zeros_like(variances)
     deviations = variances.clamp(min=_MIN_RATIO * prior_variance).sqrt()
     q, p = (Normal(zero, d, validate_args=False) for d in (deviations, prior_variance**0.5))
     covariance_part = kl_divergence(q, p)
+    mean_part = 0.5 * (difference.square() / prior_variance).sum(dim=(-2, -1))
+    if normals is not None:
+        whitened = ((difference - difference[:1]) / deviations).movedim(0, -1).unsqueeze(-1)
+        information = mixture_information(whitened, normals.movedim(0, -1).unsqueeze(-1))
+        mean_part, covariance_part = mean_part.mean(0), covariance_part - information
     return FunctionKL(
-        0.5 * (difference.square() / prior_variance).sum(dim=(-2, -1)),
+        mean_part,
         covariance_part.sum(dim=(-2, -1)),
         zero[:, 0, 0],
     )
@@ -649,7 +706,12 @@ def relative_function_noise(prior_covariance: Tensor, share: float) -> Tensor:
 
 
 def gaussian_kl(
-    mean: Tensor, covariance: Tensor, prior_mean: Tensor, prior_covariance: Tensor, noise: Tensor | float
+    mean: Tensor,
+    covariance: Tensor,
+    prior_mean: Tensor,
+    prior_covariance: Tensor,
+    noise: Tensor | float,
+    normals: Tensor | None = None,
 ) -> FunctionKL:
     """``KL(N(m_q, C_q + e I) || N(m_p, C_p + e I))``, summed over independent outputs.
 
@@ -658,11 +720,12 @@ def gaussian_kl(
     square times ``1 / (2 e)``.
 
     Args:
-        mean: ``(*sets, outputs, inputs)``.
+        mean: ``(*sets, outputs, inputs)``; of a mixture with its components before.
         covariance: ``(*sets, outputs, inputs, inputs)``.
         prior_mean: broadcasts to `mean`.
         prior_covariance: broadcasts to `covariance`; one output stands for all.
         noise: ``e``, broadcasts to ``(*sets, 1, 1, 1)``.
+        normals: of the shape of a mixture's means; see `mixture_information`.
 
     Returns:
         One divergence a set.
@@ -702,9 +765,16 @@ def gaussian_kl(
     covariance_part = 0.5 * (whitened.square().sum(dim=(-2, -1)) - inputs) + log_determinants
     mean_part = 0.5 * shifted.square().sum(dim=(-2, -1))
     sets = covariance_part.shape[:-1]
+    mean_part, covariance_part = mean_part.sum(-1), covariance_part.sum(-1)
+    if normals is not None:
+        apart = (mean - mean[:1]).unsqueeze(-1)
+        whitened = torch.linalg.solve_triangular(root.expand(*mean.shape, inputs), apart, upper=False)
+        of_component = whitened.squeeze(-1).movedim(0, -3).flatten(-2)
+        information = mixture_information(of_component, normals.movedim(0, -3).flatten(-2))
+        mean_part, covariance_part = mean_part.mean(0), covariance_part - information
     return FunctionKL(
-        mean_part.sum(-1),
-        covariance_part.sum(-1),
+        mean_part,
+        covariance_part,
         noise.detach().reshape(-1).expand(max(1, sets.numel())).reshape(sets),
         raised,
     )
