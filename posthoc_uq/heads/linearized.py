@@ -405,7 +405,8 @@ class LinearizedPredictor(GaussianPredictor):
 
     @reading
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
-        """Covariance of the outputs by the weights.
+        """Covariance of the outputs by the weights, in squared units of the network's outputs: for a likelihood with a
+        `std`, these are the standardised ones.
 
         Args:
             joint: also between the inputs of the batch.
