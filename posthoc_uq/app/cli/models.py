@@ -348,8 +348,8 @@ def load_weights(model: nn.Module, path: str, prefix: str | None = None) -> None
     ]
     if parts:
         raise PosthocUQError(
-            f"The weights in '{path}' are not this model's: of {len(model_state)} tensors {', and '.join(parts)}. If your "
-            f"function puts layers around the network of the file, load the file there, and give no --weights."
+            f"The weights in '{path}' are not this model's: of {len(model_state)} tensors {', and '.join(parts)}. If "
+            f"your function puts layers around the network of the file, load the file there, and give no --weights."
         )
 
 
