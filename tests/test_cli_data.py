@@ -149,7 +149,7 @@ class TestFolders:
         Image.new("RGB", (20, 30)).save(folder / "dog" / "large.png")
         said = complaint(lambda: list(read(folder).loader))
         assert (
-            "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image_size, or --batch_size 1."
+            "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image-size, or --batch-size 1."
             in said
         )
 
@@ -291,7 +291,7 @@ class TestLabels:
         (tmp_path / "emu").rename(folder / "emu")
         for names, words in (
             ("abcd", "has 4 class folders, more than the model's 3"),
-            ("ab", "--class_map FILE"),
+            ("ab", "--class-map FILE"),
         ):
             make_images(tmp_path / names, list(names), 1, 0)
             assert words in complaint(lambda names=names: read(tmp_path / names))
@@ -339,7 +339,7 @@ class TestTorchvision:
         root = {"data_root": str(tmp_path)}
         assert "Did you mean 'FashionMNIST'" in complaint(lambda: read("torchvision:FashonMNIST", **root))
         said = complaint(lambda: read("torchvision:FashionMNIST", **root))
-        assert f"cannot be read from '{tmp_path}' (Dataset not found)" in said and "--data_root" in said
+        assert f"cannot be read from '{tmp_path}' (Dataset not found)" in said and "--data-root" in said
         assert "has the splits train and test" in complaint(
             lambda: read("torchvision:FashionMNIST", split="val", **root)
         )
@@ -545,7 +545,7 @@ def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
     assert found.scale == 6 and found.history.fit["mask value ignored"] == IGNORED
     # with another value, the corner is of a class that there is not
     said = failure("fit", city / "train", *own(city), "-o", path, "--force --ignore-index 7")
-    assert "has the class 255, and the model the classes 0 to 2; --ignore_index" in said
+    assert "has the class 255, and the model the classes 0 to 2; --ignore-index" in said
 
 
 def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class TestWeights:
             found = loaded({"state_dict": net | {"loss.weight": torch.ones(2)}, **more})
         assert torch.equal(found["weight"], state["weight"])
         said = complaint(lambda: loaded({"state_dict": net | ema, **more}))
-        assert "2 times, behind 'net.', 'ema.model.'; say which with --weights_prefix" in said
+        assert "2 times, behind 'net.', 'ema.model.'; say which with --weights-prefix" in said
         for prefix in ("ema.model", "ema.model."):
             found = loaded({"state_dict": net | ema, **more}, prefix)
             assert torch.equal(found["weight"], state["weight"] + 1)
@@ -140,7 +140,7 @@ class TestWeights:
         )
         torch.save(nn.Linear(2, 7).state_dict(), path)
         said = complaint(lambda: load_weights(nn.Linear(2, 3), path))
-        assert "torch.Size([7, 2])" in said and "--num_classes" in said and "\n" not in said
+        assert "torch.Size([7, 2])" in said and "--num-classes" in said and "\n" not in said
 
     def test_files_that_hold_no_weights(self, tmp_path: Path) -> None:
         assert "There is no weights file" in complaint(lambda: read_state(str(tmp_path / "gone.pt")))
@@ -201,7 +201,7 @@ class TestModels:
         image = expected.unsqueeze(0)
         assert torch.equal(found.model(image), model.eval()(image))
         assert found.transform.text.startswith("3 x 160 x 160 of 168, bilinear, mean 0.5")
-        assert "--num_classes" in complaint(lambda: source("timm:test_resnet", weights=str(path)))
+        assert "--num-classes" in complaint(lambda: source("timm:test_resnet", weights=str(path)))
 
     def test_torchvision_by_its_weights(self, tmp_path: Path, photo: Image.Image) -> None:
         from torchvision.models import resnet18
@@ -282,7 +282,7 @@ class TestTransforms:
     def test_options_that_do_not_fit(self, nets: Path) -> None:
         place = f"{nets}:net"
         assert "give both or neither" in complaint(lambda: source(place, mean=[0.5]))
-        assert "leave --image_size" in complaint(
+        assert "leave --image-size" in complaint(
             lambda: source(place, transform=f"{nets}:half", image_size=3)
         )
         assert "--mean has 2 numbers" in complaint(lambda: source(place, mean=[0.5, 0.5], std=[1.0]))

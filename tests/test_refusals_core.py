@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq import PosteriorMismatchError, UnsupportedLayerError
+from posthoc_uq.core.devices import at_least_float32
 
 
 def changed(model: nn.Sequential) -> nn.Sequential:
@@ -52,6 +54,20 @@ MAPPING = Returns(lambda outputs: OrderedDict(out=outputs, aux=-outputs))
 FIRST = r"cannot be run on the first batch of the loader, {} \({}\).*{}"
 LATER = r"cannot be run on batch 1 of the loader, float32 \(12, 3\).*cannot be multiplied"
 TRAINING: dict[str, Any] = {"method": "function_space", "epochs": 1}
+OTHERS = [(X[:, :3], Y)]
+OF_ANOTHER: dict[str, Callable[[], Any]] = {
+    "call": lambda: PREDICTOR(X[:, :3]),
+    "predict": lambda: PREDICTOR.predict(OTHERS, progress=False),
+    "novelty": lambda: PREDICTOR.novelty(X[:, :3]),
+    "calibrate": lambda: uq.calibrate(POSTERIOR, OTHERS, share=None, progress=False),
+    "tune": lambda: uq.tune(POSTERIOR, OTHERS, progress=False),
+    "faithful": lambda: uq.tune(POSTERIOR, OTHERS, criterion="faithful", progress=False),
+    "leave-one-out": lambda: uq.tune(POSTERIOR, OTHERS, criterion="leave_one_out", progress=False),
+    "update": lambda: uq.update(POSTERIOR, OTHERS, progress=False),
+    "evaluate": lambda: uq.evaluate({"posterior": PREDICTOR}, OTHERS, progress=False),
+    "evaluate a model": lambda: uq.evaluate({"model": net()}, OTHERS, progress=False),
+    "export": lambda: uq.export(PREDICTOR, X[:, :3], path="no.pt2"),
+}
 
 
 def later(targets: Tensor = Y, **options: Any) -> None:
@@ -109,6 +125,16 @@ ROWS = {
         lambda: fit(loader=[(X.double(), Y)]),
         FIRST.format("float64", "12, 4", r"pass x\.to\(torch\.float32\)"),
         cause=RuntimeError),
+    "pictures of bytes": Row(
+        lambda: fit(loader=[(X.to(torch.uint8), Y)]),
+        FIRST.format("uint8", "12, 4", r"x\.float\(\) / 255"),
+        cause=RuntimeError),
+    "outputs of bytes": Row(lambda: at_least_float32(Y.to(torch.uint8)), r"got torch.uint8: .*x\.float\(\) / 255"),
+    **{
+        f"data of another model, {name}": Row(
+            call, "The model cannot be run on .*Model and (data|inputs) do not belong together", cause=RuntimeError)
+        for name, call in OF_ANOTHER.items()
+    },
     "integers": Row(
         lambda: fit(loader=[(X.long(), Y)]),
         FIRST.format("int64", "12, 4", "unless the model takes integers"),

@@ -1033,10 +1033,13 @@ def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
         )
 
 
-CALL = "Pass what model(...) itself takes, with the samples along the first dimension."
+CALL = (
+    "Model and inputs do not belong together: pass what model(...) itself takes, with the samples along the first "
+    "dimension, or the posterior or predictor of another model."
+)
 LOADER = (
-    "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "
-    "takes any other apart."
+    "Model and data do not belong together: a batch is a tensor of inputs, (inputs, targets) or a mapping of the "
+    "model's named arguments; batch_to_inputs= takes any other apart."
 )
 
 _DECODER_NAMES = {"decoder_input_ids", "decoder_inputs_embeds"}
@@ -1219,6 +1222,11 @@ def _advice(network: nn.Module, batch: Batch) -> str:
         return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."
     if any(dtype.is_floating_point and dtype != weights_dtype for dtype in input_dtypes):
         return f"Its weights are {weights_dtype}: pass x.to({weights_dtype})."
+    if torch.uint8 in input_dtypes and not any(dtype.is_floating_point for dtype in input_dtypes):
+        return (
+            f"Its weights are {weights_dtype}: convert pictures as for the training, x.float() / 255, say, unless the "
+            f"model takes integers."
+        )
     if input_dtypes and not any(dtype.is_floating_point for dtype in input_dtypes):
         return (
             f"Its weights are {weights_dtype}: pass x.to({weights_dtype}), unless the model takes integers."

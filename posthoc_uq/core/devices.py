@@ -48,7 +48,10 @@ def at_least_float32(tensor: Tensor) -> Tensor:
         PosthocUQError: the numbers are no real floating-point ones.
     """
     if not tensor.is_floating_point():
-        raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
+        raise PosthocUQError(
+            f"Expected floating-point numbers, got {tensor.dtype}: convert them as for the training, pictures by "
+            f"x.float() / 255, say."
+        )
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

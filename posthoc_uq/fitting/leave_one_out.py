@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
-from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_loader, count_samples
+from posthoc_uq.core.batches import (
+    LOADER,
+    WITH_TARGETS,
+    Batch,
+    BatchReader,
+    batches,
+    check_loader,
+    count_samples,
+    explained,
+)
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
@@ -368,7 +377,8 @@ def set_by_leave_one_out(
     found_targets, outputs = list[Tensor](), list[Tensor]()
     with torch.no_grad(), isolated_random_state(seed):
         for batch in data:
-            given = batch.copied().call(network)
+            with explained(lambda: network, batch, "a batch of the loader", LOADER):
+                given = batch.copied().call(network)
             likelihood.check(given, batch.targets)
             assert batch.targets is not None
             found = likelihood.regression_targets(given, batch.targets)

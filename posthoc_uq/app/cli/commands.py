@@ -31,6 +31,7 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.app.cli.data import LoadedData, load_data
+from posthoc_uq.app.cli.help import dashed
 from posthoc_uq.app.cli.models import TrainedModel, device_named, trained_model, with_weights
 from posthoc_uq.app.cli.options import (
     Choice,
@@ -137,9 +138,9 @@ def fit(
 
     Examples:
       posthoc-uq fit imagenet/train --model timm:resnet18.a1_in1k --pretrained -o resnet18.h5
-      posthoc-uq fit photos/ --model torchvision:resnet18 --weights my.safetensors --num_classes 5 -o my.h5
-      posthoc-uq fit torchvision:FashionMNIST --split 'train[:55000]' --val_data torchvision:FashionMNIST
-          --val_split 'train[55000:]' --model nets.py:cnn --rank 100 -o cnn.h5
+      posthoc-uq fit photos/ --model torchvision:resnet18 --weights my.safetensors --num-classes 5 -o my.h5
+      posthoc-uq fit torchvision:FashionMNIST --split 'train[:55000]' --val-data torchvision:FashionMNIST
+          --val-split 'train[55000:]' --model nets.py:cnn --rank 100 -o cnn.h5
       posthoc-uq fit photos/ --model nets.py:cnn --weights w.pt --method function_space --epochs 20 -o functions.h5
       posthoc-uq fit houses.csv --target price --likelihood regression --model nets.py:mlp --weights w.pt -o mlp.h5
       posthoc-uq fit --config fit.yaml
@@ -166,7 +167,7 @@ def fit(
         compress: compress the file (gzip).
     """
     if val_data is None and val_split is not None:
-        raise WrongUsage("--val_split is a part of --val_data; give that too.")
+        raise WrongUsage("--val-split is a part of --val-data; give that too.")
     arguments: dict[str, Any] = {
         "layers": layers[0] if layers in [[word] for word in LAYER_WORDS] else layers,
         "prior_precision": prior_precision,
@@ -199,7 +200,7 @@ def fit(
             val_loader = load_data(
                 val_data, model, part, info, labels=True, split="val", needs="calibration"
             ).loader
-            _look_at(val_loader, f"--val_data: '{val_data}'", model, chosen)
+            _look_at(val_loader, f"--val-data: '{val_data}'", model, chosen)
         posterior = uq.fit(
             model.model,
             loaded.loader,
@@ -580,10 +581,10 @@ def predict(
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
       posthoc-uq predict model.h5 houses.csv --model nets.py:mlp --weights w.pt -o prices.csv
-      posthoc-uq predict model.h5 streets/ --model torchvision:fcn_resnet50 --weights w.pt --num_classes 5
+      posthoc-uq predict model.h5 streets/ --model torchvision:fcn_resnet50 --weights w.pt --num-classes 5
           -o streets.csv --maps streets_maps
       posthoc-uq predict model.h5 photos/ --model torchvision:resnet18 --pretrained -o photos.csv
-          --head linearized --link mc --class_names names.txt --skip_unreadable
+          --head linearized --link mc --class-names names.txt --skip-unreadable
 
     Args:
         data: what is predicted.
@@ -805,7 +806,7 @@ def update(
 ) -> Done:
     """Add DATA to the posterior in FILE, without the data that it was fitted on, or take them out; and rewrite it.
 
-    The result is that of a fit on all data for the methods diag, full, and kfac with --keep_grams. efb and inf keep
+    The result is that of a fit on all data for the methods diag, full, and kfac with --keep-grams. efb and inf keep
     their bases, and it is said how much of the new data's Fisher is outside of them. Prior precision and temperature
     stay; a file in a half format becomes one of float32. What calibrate promised is dropped, of sets, intervals and
     referral: calibrate FILE again. FILE is replaced when all is done, and stays as it was if anything fails.
@@ -875,7 +876,7 @@ def serve(
     GET /metrics is for Prometheus, /health says that it runs. Nothing of the inputs is stored but scores, by --log.
 
     Examples:
-      posthoc-uq serve model.h5 --model timm:resnet18 --weights w.pt --class_names names.txt
+      posthoc-uq serve model.h5 --model timm:resnet18 --weights w.pt --class-names names.txt
       posthoc-uq serve model.h5 --model nets.py:cnn --weights w.pt --port 9000 --log scores.csv
       curl -F image=@photo.jpg http://127.0.0.1:8000/predict/image
 
@@ -1050,7 +1051,7 @@ def _head(posterior: uq.Posterior, head: Choice, seed: int) -> tuple[str, dict[s
         stray = next(own for own in head.options if own not in options_of(head_class(name)))
         owners = [other for other in HEADS if stray in options_of(head_class(other))]
         raise WrongUsage(
-            f"--{stray} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
+            f"--{dashed(stray)} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
         )
     kinds = get_type_hints(head_class(name).__init__, include_extras=True)
     # now, since a search keeps them in the file, and has draws of its own

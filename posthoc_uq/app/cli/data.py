@@ -105,7 +105,7 @@ def load_data(
     if given and not is_table(spec):
         raise PosthocUQError(f"{given} is of tables, and '{spec}' is none (.csv, .tsv).")
     if reading.ignore_index is not None and not os.path.isdir(spec):
-        raise PosthocUQError(f"--ignore_index is of folders with images and masks, and '{spec}' is none.")
+        raise PosthocUQError(f"--ignore-index is of folders with images and masks, and '{spec}' is none.")
     if is_table(spec):
         if reading.split is not None and not reading.split.startswith("["):
             raise PosthocUQError(
@@ -181,7 +181,7 @@ def _torchvision(spec: str, split: str | None, reading: Data) -> Any:
             raise
         reason = " ".join(str(error).split()).split("You can use download=True")[0].strip()
         raise PosthocUQError(
-            f"'{spec}' cannot be read from '{reading.data_root}' ({reason.rstrip('.')}); see --data_root, --split and "
+            f"'{spec}' cannot be read from '{reading.data_root}' ({reason.rstrip('.')}); see --data-root, --split and "
             f"--download."
         ) from error
 

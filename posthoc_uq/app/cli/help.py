@@ -33,6 +33,11 @@ def unmarked(text: str) -> str:
     return " ".join(_MARKS.sub(lambda mark: mark[1] or mark[2] or "", text).split())
 
 
+def dashed(option: str) -> str:
+    """An option as it is shown; underscores may be typed, too."""
+    return option.replace("_", "-")
+
+
 class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Help whose descriptions keep their lines, and that says of an option what its docstring says."""
 
@@ -45,5 +50,6 @@ class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
         return text + ("" if usual and str(action.default) in text else usual)
 
     def _format_action_invocation(self, action: Action) -> str:
-        names = sorted((name for name in action.option_strings if not name.endswith("+")), key=len)
+        strings = (name for name in action.option_strings if not name.endswith("+"))
+        names = sorted(map(dashed, strings), key=len)
         return " ".join([", ".join(names), *([str(action.metavar)] if action.metavar else [])]).strip()

@@ -43,7 +43,7 @@ from posthoc_uq.likelihoods import Categorical
 
 IMAGES, MASKS = "images", "masks"
 UNLABELLED = 255
-"""The value of a mask whose pixels count for nothing, where ``--ignore_index`` says nothing else."""
+"""The value of a mask whose pixels count for nothing, where ``--ignore-index`` says nothing else."""
 _MASK_MODES = ("1", "L", "P", "I", "I;16")
 
 Item = tuple[Tensor, Any, int]
@@ -200,13 +200,13 @@ class MaskedImages(FolderImages):
         if tuple(values.shape) != tuple(inputs.shape[-2:]):
             return (
                 f"the transform makes {tuple(inputs.shape[-2:])} of an image of {_size(mask)}, and a mask cannot "
-                f"follow one of your own; use one that keeps the size, or --image_size."
+                f"follow one of your own; use one that keeps the size, or --image-size."
             )
         counted = values != self._ignored
         if self.classes is not None and bool(((values >= self.classes) & counted).any()):
             return (
                 f"it has the class {int(values[counted].max())}, and the model the classes 0 to {self.classes - 1}; "
-                f"--ignore_index says which value counts for nothing ({self._ignored} now)."
+                f"--ignore-index says which value counts for nothing ({self._ignored} now)."
             )
         return values.masked_fill(~counted, self._not_counted)
 
@@ -354,7 +354,7 @@ def stack(items: list[Item | Trouble]) -> tuple[Tensor | None, Tensor | None, Te
     if len(shapes := {tuple(tensor.shape) for tensor, _, _ in read}) > 1:
         first, second = sorted(shapes)[:2]
         reason = (
-            f"images differ in size, {first} and {second} in one batch; give --image_size, or --batch_size 1."
+            f"images differ in size, {first} and {second} in one batch; give --image-size, or --batch-size 1."
         )
         return None, None, numbers, [*troubles, Trouble("of a batch", reason, readable=True)]
     if not read:

@@ -60,13 +60,13 @@ def read_names(path: str) -> list[str]:
     if Path(path).is_dir():
         names = sorted(item.name for item in Path(path).iterdir() if item.is_dir() and item.name[0] != ".")
     else:
-        name_of = {index: names[-1] for index, names in _entries(path, "--class_names")}
+        name_of = {index: names[-1] for index, names in _entries(path, "--class-names")}
         missing = next((index for index in range(len(name_of)) if index not in name_of), None)
         if missing is not None:
-            raise PosthocUQError(f"--class_names: '{path}' must name every output, and {missing} is missing.")
+            raise PosthocUQError(f"--class-names: '{path}' must name every output, and {missing} is missing.")
         names = [name_of[index] for index in range(len(name_of))]
     if not names:
-        raise PosthocUQError(f"--class_names: '{path}' has no names, or no class folders.")
+        raise PosthocUQError(f"--class-names: '{path}' has no names, or no class folders.")
     return names
 
 
@@ -76,7 +76,7 @@ def read_map(path: str) -> dict[str, int]:
     Raises:
         PosthocUQError: the file is missing or of another form, or gives one name to two outputs.
     """
-    entries = [(index, name) for index, names in _entries(path, "--class_map") for name in names if name]
+    entries = [(index, name) for index, names in _entries(path, "--class-map") for name in names if name]
     words = {} if path.lower().endswith(".json") else {name.split()[0]: index for index, name in entries}
     if len(words) < len(entries):
         words = {}
@@ -84,7 +84,7 @@ def read_map(path: str) -> dict[str, int]:
     for index, name in entries:
         if index_of.setdefault(name, index) != index and not words:
             raise PosthocUQError(
-                f"--class_map: '{path}' gives the name '{name}' to the outputs {index_of[name]} and {index}; names "
+                f"--class-map: '{path}' gives the name '{name}' to the outputs {index_of[name]} and {index}; names "
                 f"must differ (wnids do)."
             )
     return words | index_of
@@ -104,20 +104,20 @@ def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder
     if path is None:
         if len(classes) < outputs:
             raise PosthocUQError(
-                f"{found} and the model {outputs} outputs; say which is which with --class_map FILE."
+                f"{found} and the model {outputs} outputs; say which is which with --class-map FILE."
             )
         return {name: index for index, name in enumerate(classes)}
     mapped = read_map(path)
     missing = [name for name in classes if name not in mapped]
     if missing:
         raise PosthocUQError(
-            f"--class_map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
+            f"--class-map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
             f"{', '.join(missing[:_MAX_NAMED])}{', ...' if len(missing) > _MAX_NAMED else ''}."
         )
     beyond = next((name for name in classes if mapped[name] >= outputs), None)
     if beyond is not None:
         raise PosthocUQError(
-            f"--class_map: '{path}' gives '{beyond}' the index {mapped[beyond]}, and the model has {outputs} outputs, "
+            f"--class-map: '{path}' gives '{beyond}' the index {mapped[beyond]}, and the model has {outputs} outputs, "
             f"from 0 on."
         )
     return {name: mapped[name] for name in classes}

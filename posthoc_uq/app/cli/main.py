@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from posthoc_uq.app.cli.help import Help, documents, summary
+from posthoc_uq.app.cli.help import Help, dashed, documents, summary
 from posthoc_uq.app.cli.options import Console, WrongUsage
 from posthoc_uq.core.errors import PosthocUQError, printable
 from posthoc_uq.core.options import did_you_mean
@@ -234,7 +234,7 @@ def _in_options(text: str, running: Sequence[Command]) -> str:
 
     def as_option(found: re.Match[str]) -> str:
         value = next((part for part in found.groups()[1:] if part is not None), "")
-        return f"--{found[1]} {value}" if found[1] in names else found[0]
+        return f"{dashed(f'--{found[1]}')} {value}" if found[1] in names else found[0]
 
     def as_likelihood(found: re.Match[str]) -> str:
         from posthoc_uq.app.cli.parser import kinds_of
@@ -244,8 +244,9 @@ def _in_options(text: str, running: Sequence[Command]) -> str:
         )
         if name is None or "likelihood" not in kinds:
             return found[0]
-        settings = [part.strip().replace("=", " ") for part in found[2].split(",") if "=" in part]
-        return " ".join([f"--likelihood {name}", *(f"--likelihood.{setting}" for setting in settings)])
+        settings = [part.strip().partition("=") for part in found[2].split(",") if "=" in part]
+        written = (f"--likelihood.{dashed(setting)} {value}" for setting, _, value in settings)
+        return " ".join([f"--likelihood {name}", *written])
 
     text = _FAITHFUL.sub(r"posthoc-uq tune FILE --data DATA --criterion faithful --head \1", text)
     return _SETTING.sub(as_option, _LIKELIHOOD.sub(as_likelihood, text))

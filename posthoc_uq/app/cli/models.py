@@ -78,7 +78,7 @@ class TrainedModel:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def run(
-        self, sample: Tensor, kind: str = "an image", advice: str = "see --image_size and --transform"
+        self, sample: Tensor, kind: str = "an image", advice: str = "see --image-size and --transform"
     ) -> Any:
         """What the model returns for one input without the dimension of samples; `kind` and `advice` are for the error.
 
@@ -122,7 +122,7 @@ def trained_model(source: ModelSource) -> TrainedModel:
     elif is_import_path(spec):
         if source.num_classes is not None or source.pretrained:
             raise PosthocUQError(
-                "--num_classes and --pretrained are for models of timm and torchvision alone."
+                "--num-classes and --pretrained are for models of timm and torchvision alone."
             )
         model = function_at(spec)()
         if not isinstance(model, nn.Module):
@@ -171,7 +171,7 @@ def _torchvision(name: str, source: ModelSource) -> tuple[nn.Module, Sequence[st
         if source.num_classes not in (None, len(categories)):
             raise PosthocUQError(
                 f"The pretrained weights of '{source.model}' have {len(categories)} outputs, not "
-                f"{source.num_classes}; leave --num_classes out."
+                f"{source.num_classes}; leave --num-classes out."
             )
         with _fetching(source):
             return library.get_model(name, weights=weights), categories
@@ -337,7 +337,7 @@ def load_weights(model: nn.Module, path: str, prefix: str | None = None) -> None
     except RuntimeError as error:  # of a shape
         reason = " ".join(str(error).split()).partition("state_dict for ")[2][:300]
         raise PosthocUQError(
-            f"The weights in '{path}' do not fit the model ({reason}); is it the right --model, and --num_classes?"
+            f"The weights in '{path}' do not fit the model ({reason}); is it the right --model, and --num-classes?"
         ) from None
     missing = [name for name in missing if not name.endswith(_COUNTER)]
     unexpected = [name for name in unexpected if not name.startswith(_AUXILIARY)]
@@ -363,13 +363,13 @@ def _stripped(
         if not any(name.startswith(prefix) for name in bare_state):
             there = sorted({name.partition(".")[0] for name in bare_state if "." in name})
             raise PosthocUQError(
-                f"--weights_prefix: no name in '{path}' begins with '{prefix}'; they begin with {', '.join(there[:5])}."
+                f"--weights-prefix: no name in '{path}' begins with '{prefix}'; they begin with {', '.join(there[:5])}."
             )
         found = [prefix]
     if len(found) > 1:
         raise PosthocUQError(
             f"'{path}' has the weights of this model {len(found)} times, behind {', '.join(map(repr, found[:5]))}; say "
-            f"which with --weights_prefix."
+            f"which with --weights-prefix."
         )
     if found:
         start = len(found[0])

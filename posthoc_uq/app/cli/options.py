@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from posthoc_uq.app.cli.help import dashed
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Natural
 
@@ -82,7 +83,9 @@ class Choice:
         except PosthocUQError as error:
             text = str(error)
             named = next((name for name in self.options if text.startswith(f"{name} ")), None)
-            raise WrongUsage(f"--{self.word}.{text}" if named else text) from error
+            if named is not None:
+                text = f"--{self.word}.{dashed(named)}{text.removeprefix(named)}"
+            raise WrongUsage(text) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,7 @@ def naming_options(source: ModelSource) -> list[str]:
     for option in fields(source):
         value = getattr(source, option.name)
         if option.name not in _IN_THE_FILE and value != option.default:
-            words += [f"--{option.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words += [dashed(f"--{option.name}"), *([] if value is True else [str(value)])]
     return words
 
 

@@ -33,6 +33,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from posthoc_uq.app.cli.help import dashed
 from posthoc_uq.app.cli.options import Choice, Data
 from posthoc_uq.app.cli.parser import Option, options_of
 from posthoc_uq.app.paths import IMAGE_ENDINGS, folder_files
@@ -82,7 +83,7 @@ class Outputs:
         values: list[str] = value if isinstance(value, list) else [value]
         if isinstance(value, list):  # of foreign data, NAME=DATA
             values = [item.partition("=")[2] for item in values]
-        self._files.setdefault(role, []).extend((f"--{option.name}", item) for item in values)
+        self._files.setdefault(role, []).extend((dashed(f"--{option.name}"), item) for item in values)
 
     def check(self, more: Iterable[tuple[str, str | os.PathLike[str]]] = ()) -> None:
         """Refuse a command that would write over one of its inputs, twice into one file, or without ``--force`` over a

@@ -12,7 +12,7 @@ What may be typed; jsonargparse reads values and configuration files, completes,
   lists them. An option that only one head takes selects that head. What is no text (an optimiser) can be given from
   Python only.
 * ``--config FILE`` reads options by the same names from YAML; those on the command line win, and a value in a file is
-  never split at commas. ``--print_config`` prints all options of a call in this form.
+  never split at commas. ``--print-config`` prints all options of a call in this form.
 
 A method of your own is known once it is registered: import it, then call `posthoc_uq.app.cli.main`.
 """
@@ -39,7 +39,7 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from posthoc_uq.app.cli.help import Help, summary, unmarked
+from posthoc_uq.app.cli.help import Help, dashed, summary, unmarked
 from posthoc_uq.app.cli.options import SHARED, Choice, WrongUsage
 from posthoc_uq.app.paths import check_regular
 from posthoc_uq.core.errors import PosthocUQError
@@ -331,7 +331,7 @@ class Command:
         for key, value in given.items():
             try:
                 if key in self._bounds and value is not None:
-                    check_option(f"--{key}", value, self._bounds[key])
+                    check_option(dashed(f"--{key}"), value, self._bounds[key])
             except PosthocUQError as error:
                 raise WrongUsage(f"{str(error).rstrip('.')}{places.get(key, '')}.") from None
         call: dict[str, Any] = {}
@@ -349,12 +349,12 @@ class Command:
                 call[option.name] = given.get(option.name, option.default)
         needed = [option for option in self.options if call[option.name] is inspect.Parameter.empty]
         if needed:
-            names_ = [option.name if option.positional else f"--{option.name}" for option in needed]
+            names_ = [option.name if option.positional else dashed(f"--{option.name}") for option in needed]
             raise WrongUsage(f"{' and '.join(names_)} must be given.")
         return call
 
     def _typed(self, words: Sequence[str]) -> dict[str, Any]:
-        """What is typed, by full names: values as text, several in a list, True for ``--print_config``."""
+        """What is typed, by full names: values as text, several in a list, True for ``--print-config``."""
         waiting, places = deque(words), [option.name for option in self.options if option.positional]
         short = {mark: f"--{name}" for name, mark in _SHORT.items()}
         typed: dict[str, Any] = {}
@@ -414,7 +414,7 @@ class Command:
             return nested[0], False
         if nested:
             raise WrongUsage(
-                f"--{written} may be {' or '.join(f'--{key}' for key in nested)}; write one of them."
+                f"--{written} may be {' or '.join(dashed(f'--{key}') for key in nested)}; write one of them."
             )
         *prefix, last = name.split(".")
         if last.startswith("no_"):
@@ -431,8 +431,8 @@ class Command:
             if owners and name is not None:
                 whose = f"the {word}{'s' if len(owners) > 1 else ''} {' and '.join(owners)}"
                 return f"--{written} is for {whose} (--{word} {owners[0]}), and this is {name}."
-        names = {f"--{key}" for key in self.kinds} | {f"--{key.rpartition('.')[2]}" for key in self.kinds}
-        meant = f"--{written}".replace("-", "_").replace("__", "--", 1)
+        names = {dashed(f"--{name}") for key in self.kinds for name in (key, key.rpartition(".")[2])}
+        meant = dashed(f"--{written}")
         close = get_close_matches(meant, names, cutoff=0.75)
         return f"There is no option --{written}{place}.{did_you_mean(meant, close)}"
 
@@ -444,7 +444,7 @@ class Command:
         value = re.search(r"(?:Given value|Got value): (.*)", message)
         place = places.get(key[1], "")
         given = repr(value[1]) if value else "the value"
-        return f"--{key[1]}: {given} is not {_in_words(self.kinds[key[1]])}{place}."
+        return f"--{dashed(key[1])}: {given} is not {_in_words(self.kinds[key[1]])}{place}."
 
 
 def _several(value: str, kind: Any, split: bool) -> list[str]:

@@ -29,7 +29,7 @@ from posthoc_uq.app.cli.labels import read_names
 from posthoc_uq.app.cli.models import TrainedModel, trained_model
 from posthoc_uq.app.cli.options import ModelSource
 from posthoc_uq.app.cli.transforms import transform_of
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.files import atomic, inspect, load, save
 from posthoc_uq.files.header import open_regular
 from posthoc_uq.likelihoods import Likelihood
@@ -204,7 +204,12 @@ def opened(path: str, source: ModelSource) -> tuple[TrainedModel, Posterior]:
     """
     open_regular(path).close()  # there must be one, before the model is made
     model = trained_model(source)
-    posterior = load(path, model.model)
+    try:
+        posterior = load(path, model.model)
+    except PosteriorMismatchError as error:
+        given = source.weights is not None or source.pretrained
+        advice = "are the --weights the right ones?" if given else "give --weights FILE with them."
+        raise PosteriorMismatchError(f"{error} From the shell: {advice}") from error
     facts = posterior.history.fit
     kept = {option: facts[fact] for fact, option in _PREPARED.items() if fact in facts}
     if kept and source.transform is None:

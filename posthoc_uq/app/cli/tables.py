@@ -283,7 +283,7 @@ def _labels(
     missing = {"", *_MISSING}.difference(index_of, known or [])
     lost = next((row for row, word in enumerate(words) if word in missing), None)
     if lost is not None:
-        way_out = f" ({words[lost]!r}); if that is a class, name it in --class_map" if words[lost] else ""
+        way_out = f" ({words[lost]!r}); if that is a class, name it in --class-map" if words[lost] else ""
         raise PosthocUQError(f"{place(lost)}: the label is missing{way_out}.")
     names = None
     if class_map is not None:
@@ -320,7 +320,7 @@ def _sorted_names(found: list[str], outputs: int, path: str, info: DatasetInfo) 
     classes = info.likelihood.classes(outputs)
     labels = f"'{path}' has {len(found)} different labels ({_listed(found)})"
     if info.likelihood.name == "ordinal":
-        raise PosthocUQError(f"{labels}, whose order is not known; give it with --class_map FILE.")
+        raise PosthocUQError(f"{labels}, whose order is not known; give it with --class-map FILE.")
     if len(found) > classes:
         raise PosthocUQError(
             f"{labels}, more than the model's {classes} classes; if the target is a number, say so with --likelihood "
@@ -328,7 +328,7 @@ def _sorted_names(found: list[str], outputs: int, path: str, info: DatasetInfo) 
         )
     if len(found) < classes:
         raise PosthocUQError(
-            f"{labels} and the model {classes} classes; say which is which with --class_map FILE."
+            f"{labels} and the model {classes} classes; say which is which with --class-map FILE."
         )
     return found
 

@@ -158,7 +158,7 @@ def transform_of(model: nn.Module, source: ModelSource, own: Any = None) -> Imag
     channels = input_channels(model)
     if own is not None or callable(attribute):
         if changed:
-            raise PosthocUQError("--transform does it all; leave --image_size, --mean and --std out.")
+            raise PosthocUQError("--transform does it all; leave --image-size, --mean and --std out.")
         return _own_transform(attribute if own is None else own, source.transform or spec, channels)
     if isinstance(getattr(model, "pretrained_cfg", None), Mapping):
         found = _timm(model)
