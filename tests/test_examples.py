@@ -119,6 +119,19 @@ def test_every_block_of_a_page_runs_alone(
     assert not (problem := in_a_process(whole_page)), problem
 
 
+@pytest.mark.study
+def test_getting_started_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def whole_page() -> None:
+        warnings.simplefilter("ignore")
+        names = names_of(None)
+        for block in blocks("docs/getting_started.md"):
+            run(block, names)
+
+    assert not (problem := in_a_process(whole_page)), problem
+
+
 FIXTURE = """
 import torch
 from torch import nn

@@ -51,7 +51,8 @@ class Referral:
         exactly: refer just this share of every call's inputs, by rank.
         confidence: that the accuracy is reached, in (0, 1), such as 0.9; None for on average.
         score: ``"joint"``, the more surprising of two scores: entropy, or of values the standard deviation, which finds
-            inputs that are hard, and novelty, which finds foreign ones; or one of the two by its name.
+            inputs that are hard, and novelty, which finds foreign ones; or one of the two by its name. If no input is
+            foreign, ``"entropy"`` alone finds more errors.
 
     Raises:
         PosthocUQError: a number out of range, both a rate and an accuracy, or no score; `exactly` without a rate, or a
