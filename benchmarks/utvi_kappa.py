@@ -33,6 +33,8 @@ from recipes.common import markdown, spread
 
 PAIRS = (
     Pair("mlp relu 50", "digits", False, 500),
+    Pair("mlp tanh 50", "digits", False, 500),
+    Pair("mlp relu 50", "boston", False, 400),
     Pair("mlp tanh 50", "boston", False, 400),
 )
 KAPPAS = (0.0, 0.5, 1.0, 2.0, 3.0, "learned")
