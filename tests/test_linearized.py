@@ -854,7 +854,10 @@ def test_an_operation_without_forward_derivative() -> None:
         LinearizedPredictor(model, posterior, engine="jvp")(x)
 
 
-def test_one_sample_has_one_backward_pass_of_copies() -> None:
+@pytest.mark.parametrize(("numbers", "passes"), [(2**16, 1), (0, 4)])
+def test_one_small_sample_has_one_backward_pass_of_copies(
+    numbers: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Backward(TorchDispatchMode):
         calls = 0
 
@@ -873,11 +876,12 @@ def test_one_sample_has_one_backward_pass_of_copies() -> None:
     )
     predictor = uq.wrap(model, posterior, "linearized")
     several = predictor(x)
+    monkeypatch.setattr("posthoc_uq.heads.linearization._MAX_GIVEN", numbers)
     with Backward() as counted:
         one = predictor(x[:1].clone())
         torch.testing.assert_close(one.logits_variance, several.logits_variance[:1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(one.probs, several.probs[:1], rtol=1e-9, atol=1e-12)
-    assert counted.calls == 1
+    assert counted.calls == passes
 
 
 def test_one_sample_beside_an_argument_that_all_samples_share() -> None:
