@@ -283,10 +283,10 @@ def test_corruptions_grow_with_their_severity(recipe: Namespace) -> None:
 
 def test_a_corrupted_row_against_other_libraries(recipe: Namespace) -> None:
     logits = torch.randn(18, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    clean, spoilt = (ClassPrediction.from_logits(part.unsqueeze(0)) for part in (logits[:6], logits[6:]))
     labels = torch.tensor([0, 1, 2, 3, 0, 1])
-    found = recipe.corruptions.scored(spoilt, clean, labels, 15)
-    probs, twice = logits.softmax(1).numpy(), np.tile(labels.numpy(), 2)
+    given = logits.softmax(1)
+    found = recipe.corruptions.scored(given[6:], given[:6], labels, 15)
+    probs, twice = given.numpy(), np.tile(labels.numpy(), 2)
     answers = probs.argmax(1)
     entropies = -(probs * np.log(probs)).sum(1)
     assert found["accuracy"] == pytest.approx((answers[6:] == twice).mean())

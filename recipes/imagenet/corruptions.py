@@ -37,6 +37,7 @@ from recipes.photos.efficientnet import efficientnet_lite0
 from recipes.photos.pictures import centre_crop
 
 Pixels = np.ndarray[Any, Any]
+Probabilities = Callable[[Tensor], Tensor]
 CLEAN, ALL = "none", "all five"
 SEVERITIES = range(1, 6)
 BATCH = 16
@@ -113,67 +114,78 @@ def crops(count: int, seed: int) -> tuple[list[Image.Image], Tensor]:
     return images, torch.tensor([wnids.index(photo.wnid) for photo in PHOTOS]).repeat_interleave(count)
 
 
-def scored(
-    prediction: uq.ClassPrediction, clean: uq.ClassPrediction, labels: Tensor, bins: int
-) -> dict[str, float]:
-    """Quality on some pictures, whose labels are those of the clean ones once or several times.
+def scored(probs: Tensor, clean: Tensor, labels: Tensor, bins: int) -> dict[str, float]:
+    """Quality of probabilities (pictures, classes) of the pictures in `clean`, corrupted once or several times.
 
-    Returns: shares of right answers and of answers that are as on the clean picture, ECE, mean entropy, and how well
-        entropy tells these pictures from the clean ones.
+    Returns: shares of right answers and of answers that are as on the clean picture, ECE, NLL, mean entropy, and how
+        well entropy tells these pictures from the clean ones.
     """
-    times = len(prediction) // len(labels)
+    times = len(probs) // len(clean)
+    prediction, before = (
+        uq.ClassPrediction.from_logits(each.clamp(min=1e-12).log().unsqueeze(0)) for each in (probs, clean)
+    )
     quality = prediction.quality(labels.repeat(times), bins=bins)
-    same = prediction.probs.argmax(1) == clean.probs.argmax(1).repeat(times)
+    same = probs.argmax(1) == clean.argmax(1).repeat(times)
     return {
         "accuracy": quality["accuracy"],
         "agreement": float(same.double().mean()),
         "ECE": quality["ece"],
         "NLL": quality["nll"],
-        "mean entropy": float(prediction.entropy().mean()),
-        "AUROC of entropy": ood_auroc(clean.entropy(), prediction.entropy()),
+        "mean entropy": quality["mean_entropy"],
+        "AUROC of entropy": ood_auroc(before.entropy(), prediction.entropy()),
     }
 
 
 def rows_of(
-    predict: Callable[[Tensor], uq.ClassPrediction],
-    inputs: dict[tuple[str, int], Tensor],
-    labels: Tensor,
-    bins: int,
+    predict: Probabilities, inputs: dict[str, Tensor], labels: Tensor, bins: int
 ) -> dict[tuple[str, int], dict[str, float]]:
-    """Quality by corruption and severity, and of all corruptions of a severity together."""
-    found = {key: predict(images) for key, images in inputs.items()}
-    clean = found[CLEAN, 0]
-    for severity in SEVERITIES:
-        found[ALL, severity] = uq.ClassPrediction.cat([found[name, severity] for name in CORRUPTIONS])
-    rows = {key: scored(one, clean, labels, bins) for key, one in found.items()}
+    """Quality by corruption and severity, and of all corruptions of a severity together.
+
+    Args:
+        predict: gives probabilities.
+        inputs: clean pictures, and by corruption those of every severity, one severity after the other.
+        labels: of the clean pictures.
+        bins: of the ECE.
+    """
+    found = {name: predict(images).split(len(labels)) for name, images in inputs.items()}
+    (clean,) = found.pop(CLEAN)
+    found[ALL] = tuple(torch.cat(parts) for parts in zip(*found.values(), strict=True))
+    rows = {(CLEAN, 0): scored(clean, clean, labels, bins)}
     del rows[CLEAN, 0]["AUROC of entropy"], rows[CLEAN, 0]["agreement"]
+    for name, parts in found.items():
+        for severity, probs in zip(SEVERITIES, parts, strict=True):
+            rows[name, severity] = scored(probs, clean, labels, bins)
     return rows
 
 
-def predictors(
-    source: TrainedModel, folder: Path, options: argparse.Namespace
-) -> dict[str, Callable[[Tensor], uq.ClassPrediction]]:
-    """The network and the four posteriors, each fitted and with the best of the search's trials."""
+def predictors(source: TrainedModel, folder: Path, options: argparse.Namespace) -> dict[str, Probabilities]:
+    """The network and the posteriors, each fitted and with the best of the search's trials."""
     options.posteriors, options.trials = folder / "posteriors", folder / "trials"
     fitted, searched = crops(options.fit_crops, 1), crops(options.search_crops, 2)
     fit_all(source, inputs_of(source, fitted[0]).split(BATCH), options)
     images = inputs_of(source, searched[0])
-    search_all(source, in_order(images, searched[1], BATCH), searched[1], options)
+    search_all(source, in_order(images, searched[1], len(images)), searched[1], options)
 
-    def network(images: Tensor) -> uq.ClassPrediction:
+    def network(images: Tensor) -> Tensor:
         with torch.no_grad():
-            return uq.ClassPrediction.from_logits(source.model(images).unsqueeze(0))
+            return source.model(images).softmax(1)
 
-    found: dict[str, Any] = {NETWORK: network}
-    for method, name in METHODS.items():
+    found: dict[str, Probabilities] = {NETWORK: network}
+    for method in options.methods:
         chosen = best(options.trials, method, options)
         posterior = loaded(source, options.posteriors, method).with_settings(
             scale=chosen.scale, prior_precision=chosen.prior_precision
         )
-        found[name] = uq.wrap(
-            source.model, posterior, "sampling", n_samples=options.samples, seed=options.seed
-        )
+        found[METHODS[method]] = by_draws(source, posterior, options)
     return found
+
+
+def by_draws(source: TrainedModel, posterior: uq.Posterior, options: argparse.Namespace) -> Probabilities:
+    """The mean over drawn networks, the same ones for all pictures."""
+    predictor: Any = uq.wrap(
+        source.model, posterior, "sampling", n_samples=options.samples, seed=options.seed
+    )
+    return lambda images: predictor(images).probs
 
 
 def inputs_of(source: TrainedModel, images: Sequence[Image.Image]) -> Tensor:
@@ -195,14 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Fit, search, evaluate; a table by severity, and all numbers as CSV."""
     command = parser(__doc__, "imagenet", "last layer, few crops, two trials")
     add = command.add_argument
-    add("--crops", type=int, default=5, help="of each photograph to be evaluated")
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    add("--crops", type=int, default=3, help="of each photograph to be evaluated")
     add("--image-size", type=int, default=128)
     add("--samples", type=int, default=8, help="drawn models")
-    add("--budget", type=int, default=12, help="trials of N and tau for each method")
+    add("--budget", type=int, default=8, help="trials of N and tau for each method")
     add("--seed", type=int, default=0, help="of what is drawn")
-    command.set_defaults(fit_crops=12, search_crops=4, search_samples=4, layers="all", rank=100, bins=15)
+    command.set_defaults(fit_crops=8, search_crops=3, search_samples=4, layers="all", rank=100, bins=15)
     command.set_defaults(select="NLL", scales=(1e3, 1e8), priors=(1e3, 1e6))
-    command.set_defaults(methods=list(METHODS), checkpoint_every=10**6, progress=False)
+    command.set_defaults(checkpoint_every=10**6, progress=False)
     smoke = {"crops": 1, "image_size": 64, "samples": 2, "budget": 2, "fit_crops": 1, "search_crops": 1}
     options = parsed(command, arguments, layers="last", **smoke)
     with TemporaryDirectory() as folder:
@@ -212,11 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             source = trained_model(ModelSource(**named, image_size=options.image_size, device="cpu"))
             images, labels = crops(options.crops, 3)
         generator = np.random.default_rng(options.seed)
-        inputs = {(CLEAN, 0): inputs_of(source, images)}
+        inputs = {CLEAN: inputs_of(source, images)}
         for name in CORRUPTIONS:
-            for severity in SEVERITIES:
-                spoilt = [corrupted(image, name, severity, generator) for image in images]
-                inputs[name, severity] = inputs_of(source, spoilt)
+            spoilt = [corrupted(image, name, s, generator) for s in SEVERITIES for image in images]
+            inputs[name] = inputs_of(source, spoilt)
         found: dict[str, Any] = {}
         for name, predict in predictors(source, Path(folder), options).items():
             found[name] = rows_of(predict, inputs, labels, options.bins)
