@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.app import main
 from posthoc_uq.app.cli import commands
-from posthoc_uq.app.cli.help import dashed, summary
+from posthoc_uq.app.cli.help import summary
 from posthoc_uq.app.cli.main import COMMANDS, plain, sentence
 from posthoc_uq.app.cli.options import Choice, Console, Read
 from posthoc_uq.app.cli.outputs import role_of
@@ -202,7 +202,7 @@ def test_the_help_has_every_kind_with_every_option_and_its_words(word: str) -> N
         assert not objects & options.keys() and "generator" not in options and "model" not in options
         for option in options.values():
             assert option.text, (name, option.name)
-            assert option.name == "seed" or dashed(f"--{word}.{option.name}") in text
+            assert option.name == "seed" or f"--{word}.{option.name}".replace("_", "-") in text
     assert commands.HeadName.__args__ == tuple(HEADS)
 
 
