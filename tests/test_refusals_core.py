@@ -128,7 +128,8 @@ ROWS = {
         lambda: fit(loader=[(X.to(torch.uint8), Y)]),
         FIRST.format("uint8", "12, 4", r"x\.float\(\) / 255"),
         cause=RuntimeError),
-    "outputs of bytes": Row(lambda: uq.Categorical().from_draws(torch.ones(1, 4, 3).to(torch.uint8)), r"got torch.uint8: .*x\.float\(\) / 255"),
+    "outputs of bytes": Row(
+        lambda: uq.Categorical().from_draws(X.to(torch.uint8)[None]), r"got torch.uint8: .*x\.float\(\) / 255"),
     **{
         f"data of another model, {name}": Row(
             call, "The model cannot be run on .*Model and (data|inputs) do not belong together", cause=RuntimeError)
