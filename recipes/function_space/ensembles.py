@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--sets", nargs="+", choices=SETS, default=SETS)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--members", type=int, default=3, help="of every ensemble")
-    add("--images", type=int, default=5000, help="of clothes, to train on; seven tenths of that for digits")
+    add("--images", type=int, default=5000, help="of clothes, to train on; of digits 0.7 of that")
     add("--tested", type=int, default=1500, help="test images, and images of every foreign kind")
     add("--filters", type=int, default=8, help="of the first convolution; the paper's 32")
     add("--network-epochs", type=int, default=15)

@@ -1,4 +1,4 @@
-"""The convolutional network of `images`, trained by IVON (Shen et al., 2024), the paper's other rival.
+"""The convolutional network of `images`, trained by IVON (Shen et al., 2024) in place of messages.
 
 It needs ivon-opt, in an environment of its own, since nothing else here does:
 
@@ -7,8 +7,8 @@ ivon/bin/pip install -e . ivon-opt -r recipes/message_passing/requirements.txt
 ivon/bin/python -m recipes.message_passing.beside_ivon            five minutes of one core
 ivon/bin/python -m recipes.message_passing.beside_ivon --smoke    few images
 
-The network, its initial weights, the 1,000 images and the batches are those of `images`. Rate, initial
-Hessian and the number of epochs are what suits the images held out, by the likelihood at the mean.
+The network, its initial weights, the 1,000 images and the batches are those of `images`. The initial
+Hessian and the number of epochs are what suits images held out, by the likelihood at the mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from recipes.message_passing.images import BATCH, network, row
 def trained(
     data: Data, rate: float, hessian: float, options: argparse.Namespace
 ) -> tuple[float, nn.Module, dict[str, Any]]:
-    """The lowest NLL of held-out images over the epochs, with the network and IVON's state there."""
+    """The lowest held-out NLL over the epochs, with the network and IVON's state there."""
     part = data.train.first(options.images)
     held_out = data.validation.first(options.held_out)
     model = network(options.channels, options.seed)
@@ -68,7 +68,7 @@ def study(data: Data, options: argparse.Namespace) -> dict[str, dict[str, float]
     for setting in itertools.product(options.rates, options.hessians):
         begun = time.perf_counter()
         tried[setting] = *trained(data, *setting, options), time.perf_counter() - begun
-        print(f"rate, Hessian {setting}: NLL of held-out images {tried[setting][0]:.4f}", flush=True)
+        print(f"rate, Hessian {setting}: held-out NLL {tried[setting][0]:.4f}", flush=True)
     rate, hessian = min(tried, key=lambda setting: tried[setting][0])
     _, model, state, seconds = tried[rate, hessian]
     optimiser = IVON(model.parameters(), lr=rate, ess=options.images, hess_init=hessian)
@@ -82,7 +82,9 @@ def study(data: Data, options: argparse.Namespace) -> dict[str, dict[str, float]
         f"{name}, {options.draws} draws": row(
             lambda images: from_logits(torch.stack([one(images) for one in drawn])), data, seconds
         ),
-        f"{name}, at the mean": row(lambda images: from_logits(model(images).unsqueeze(0)), data, seconds),
+        f"{name}, at the mean": row(
+            lambda images: from_logits(model(images).unsqueeze(0)), data, seconds
+        ),
     }
 
 
@@ -95,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--held-out", type=int, default=1000, help="images to choose by")
     add("--channels", type=int, default=8, help="of the first two convolutions; the paper's 32")
     add("--epochs", type=int, default=40, help="at most")
-    add("--rates", type=float, nargs="+", default=[0.1, 0.3])
+    add("--rates", type=float, nargs="+", default=[0.1])
     add("--hessians", type=float, nargs="+", default=[0.1, 1.0], help="where the Hessian begins")
-    add("--draws", type=int, default=30, help="of weights, for every prediction; the paper's 100")
+    add("--draws", type=int, default=20, help="of weights, for every prediction; the paper's 100")
     add("--seed", type=int, default=0)
     options = parsed(command, arguments, images=20, channels=2, epochs=1, draws=3)
     with looked_at():
