@@ -82,9 +82,7 @@ def study(data: Data, options: argparse.Namespace) -> dict[str, dict[str, float]
         f"{name}, {options.draws} draws": row(
             lambda images: from_logits(torch.stack([one(images) for one in drawn])), data, seconds
         ),
-        f"{name}, at the mean": row(
-            lambda images: from_logits(model(images).unsqueeze(0)), data, seconds
-        ),
+        f"{name}, at the mean": row(lambda images: from_logits(model(images).unsqueeze(0)), data, seconds),
     }
 
 
