@@ -321,7 +321,8 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
     assert {"novelty", "epistemic_variance"} < {*evaluation.selective["INF"]}  # which are not about errors
     by_data = evaluation.referral_reasons()
     assert list(by_data) == ["test", "noise"] and evaluation.referral_reasons("network") == {}
-    header, rows = evaluation.tables()["Referred by the held-out scores of the posterior"]
+    title = "Referred by the held-out scores, Referral(rate=0.2, score='joint')"
+    header, rows = evaluation.tables()[title]
     assert header == [
         *(
             "model",

@@ -317,7 +317,7 @@ BAD = {
     "nan": ("/predict", b'{"input": [NaN]}', JSON, 400, "NaN is no number"),
     "a list": ("/predict", b"[1]", JSON, 400, "one key 'input'"),
     "another key": ("/predict", b'{"inputs": [1]}', JSON, 400, "one key 'input'"),
-    "ragged": ("/predict", b'{"input": [[1, 2], [3]]}', JSON, 400, "differ in length"),
+    "ragged": ("/predict", b'{"input": [[1, 2], [3]]}', JSON, 400, "pad them to one length"),
     "text": ("/predict", b'{"input": ["a"]}', JSON, 400, "numbers alone"),
     "null": ("/predict", b'{"input": [null]}', JSON, 400, "numbers alone"),
     "booleans": ("/predict", b'{"input": [true]}', JSON, 400, "numbers alone"),
@@ -632,6 +632,28 @@ class TestRefusals:
         answer = client.post("/predict", json={"input": torch.full((3, 12, 12), 3e38).tolist()})
         assert answer.status_code == 422 and "finite" in answer.json()["error"]
 
+    def test_texts_that_the_model_cannot_take(self) -> None:
+        classifier = _Encoder().eval()
+        ids = torch.randint(9, (20, 3), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
+        posterior = uq.fit(classifier, [batch], layers="last", prior_precision=1.0, progress=False)
+        client = TestClient(application(Service(uq.wrap(classifier, posterior)), None))
+
+        def answer(mask: list[int]) -> Any:
+            return client.post(
+                "/predict", json={"input": {"input_ids": [1] * len(mask), "attention_mask": mask}}
+            )
+
+        assert answer([1, 1, 0]).status_code == 200
+        nothing = answer([0, 0, 0])  # for which torch's encoder raises an error of its own
+        assert nothing.status_code == 422 and "not finite" in nothing.json()["error"]
+        long = answer([1] * 7)
+        assert long.status_code == 422
+        assert re.search(
+            r"must match.*\)\. Is a text longer than the model takes, or the mask of another length\?",
+            long.json()["error"],
+        )
+
     def test_whole_numbers(self) -> None:
         model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
         tokens = torch.randint(9, (30, 3), generator=torch.Generator().manual_seed(0))
@@ -648,6 +670,25 @@ class TestRefusals:
         client = TestClient(application(Service(predictor, integers=True), None))
         assert client.post("/predict", json={"input": [1, 2, 3]}).json() == answer
         assert "does not know the names" in client.post("/predict", json={"input": {"x": 1}}).json()["error"]
+
+
+class _Encoder(nn.Module):
+    """A classifier of texts of up to four tokens; the mean over none is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.head = (
+            nn.Embedding(9, 8),
+            nn.Parameter(torch.ones(4, 8)),
+            nn.Linear(8, 2),
+        )
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = self.table(input_ids) + self.places[: input_ids.shape[1]]
+        states = self.encoder(states, src_key_padding_mask=attention_mask == 0)
+        counted = attention_mask.unsqueeze(-1).to(states.dtype)
+        return self.head((states * counted).sum(1) / counted.sum(1))
 
 
 class _Tokens(nn.Module):

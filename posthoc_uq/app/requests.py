@@ -261,7 +261,9 @@ def _tensor_of(rows: list[Any], dtype: torch.dtype, name: str, truths: bool) -> 
     try:
         array: Any = np.asarray(rows)
     except (ValueError, RecursionError, OverflowError):
-        raise _Wrong(f"The lists of {name!r} differ in length at one depth, or are nested too deep") from None
+        raise _Wrong(
+            f"The lists of {name!r} differ in length (pad them to one length), or are nested too deep"
+        ) from None
     kind = array.dtype.kind
     if dtype != torch.bool and truths and _has_truth(rows):  # which numpy takes for 1 among numbers
         kind = "b"

@@ -1136,7 +1136,7 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
         message = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
             f"The model cannot be run on {what}, {describe_batch(batch)} ({type(error).__name__}: {message}). "
-            f"{ids.fault or _advice(network, batch) or way_out}"
+            f"{ids.fault or _advice(network, batch, ids.taken) or way_out}"
         ) from error
     samples = batch.rows
     if batch.whole or samples is None or not isinstance(outputs, Tensor):
@@ -1153,12 +1153,13 @@ class _Ids(TorchFunctionMode):
 
     Attributes:
         fault: the first that was not so, in words; empty if there is none.
+        taken: whether an embedding took whole numbers that it has.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self._names = {id(p): name.removesuffix(".weight") for name, p in network.named_parameters()}
-        self.fault = ""
+        self.fault, self.taken = "", False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.embedding, F.embedding_bag) and not self.fault:
@@ -1178,6 +1179,8 @@ class _Ids(TorchFunctionMode):
                 f"{name} has rows 0 to {len(weight) - 1}, and was given ids from {int(input.min())} to "
                 f"{int(input.max())}; is the tokenizer another one's?"
             )
+        else:
+            self.taken = True
 
 
 def count_samples(batch: Batch) -> int:
@@ -1206,8 +1209,10 @@ def describe_batch(batch: Batch) -> str:
     return ", ".join([*map(form_of, batch.args), *named]) or "no argument"
 
 
-def _advice(network: nn.Module, batch: Batch) -> str:
-    """Advice for arguments whose kind or number type does not fit the model; empty without any."""
+def _advice(network: nn.Module, batch: Batch, takes_ids: bool) -> str:
+    """Advice for arguments whose kind or number type does not fit the model, whose embeddings may have taken them as
+    ids; empty without any.
+    """
     if whole_mapping(batch):
         return NAMED
     if lacks_decoder_inputs(network, batch):
@@ -1216,6 +1221,9 @@ def _advice(network: nn.Module, batch: Batch) -> str:
         return advice
     if advice := _too_many(network, batch):
         return advice
+    if takes_ids and not any(tensor.is_floating_point() for tensor in batch.tensors):
+        masked = batch.attention_mask is not None
+        return "Is a text longer than the model takes, or the mask of another length?" if masked else ""
     weights_dtype = model_dtype(network)
     input_dtypes = [value.dtype for value in batch.tensors]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):

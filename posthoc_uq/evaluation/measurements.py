@@ -130,9 +130,9 @@ MEASURES = {
     ),
     ERT: Measure(
         "ERT",
-        "Excess risk of the target coverage: by how much, at least, right answers are inside less often than promised "
-        "where inputs look alike by their scores, sizes and predictions, mean over all inputs. About 0 where the "
-        "promise holds everywhere; it fails for some inputs where this is more than two standard errors above 0.",
+        "Excess risk of the target coverage: how much coverage is missing among inputs with similar scores, sizes and "
+        "predictions. It is a mean over all inputs, and the true number may be larger. About 0: the promise holds for "
+        "all of them. More than two standard errors above 0: it fails for some.",
         False,
     ),
     ERT_ERROR: Measure("ERT standard error", "How far off by chance that is.", None),
@@ -535,7 +535,7 @@ class Measurements:
             [*columns[:2], LARGE_WHERE, *columns[2:]],
             [[*row[:2], _use_of(row[1]), *row[2:]] for row in rows],
         )
-        by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
+        by_title[f"Referred by the held-out scores, {self.referral or Referral()}"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
 
     def _groups_table(self) -> ReportTable:

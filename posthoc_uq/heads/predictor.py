@@ -26,7 +26,7 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.devices import at_least_float32
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, out_of_memory
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import (
     model_device,
@@ -604,10 +604,15 @@ class Predictor(nn.Module, ABC):
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
-        no tensor.
+        no tensor, or fails by itself, as torch's encoders do where a mask leaves out all tokens.
         """
-        with torch.no_grad(), isolated_random_state():
-            outputs = batch.copied().call(self._network)
+        try:
+            with torch.no_grad(), isolated_random_state():
+                outputs = batch.copied().call(self._network)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            return None
         return outputs if isinstance(outputs, Tensor) else None
 
     @abstractmethod
