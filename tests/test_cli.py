@@ -1409,8 +1409,8 @@ def test_another_file_is_written_over_with_force_alone(desk: Path, tmp_path: Pat
         else:
             assert (
                 said
-                == f"Error: {'--output' if option == '-o' else option.replace('-file', '_file')}: '{other}' is there "
-                + "already; give another name, or --force to write over it.\n"
+                == f"Error: {'--output' if option == '-o' else option}: '{other}' is there already; give another "
+                "name, or --force to write over it.\n"
             )
         assert other.read_text() == "of somebody else"
     run("predict", desk / "p.h5", desk / "new.csv", *_line(desk), "-o", other, "--force")
