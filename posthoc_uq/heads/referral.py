@@ -22,7 +22,7 @@ class Referral:
     """Refers inputs to a person, by how extreme their scores are among the held-out ones of `posthoc_uq.calibrate`.
 
     ```python
-    posterior = uq.calibrate(posterior, val_loader, progress=False)  # once; its file keeps it
+    posterior = uq.calibrate(posterior, val_loader)  # once; its file keeps it
     prediction = uq.wrap(model, posterior)(images)
     referral = uq.Referral(rate=0.05)
     referral(prediction)  # True for the inputs that a person should see
