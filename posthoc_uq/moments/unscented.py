@@ -52,10 +52,11 @@ def unscented(
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
     difference = up - down
     bend = torch.sub(up + down, centre, alpha=2.0)
-    straight, bent = 1 / (4 * reach), kappa / (4 * reach**2)
-    if isinstance(kappa, Tensor):
+    if isinstance(kappa, Tensor) or isinstance(reach, Tensor):
+        straight, bent = 1 / (4 * reach), kappa / (4 * reach**2)
         return centre + bend / (2 * reach), difference.square() * straight + bend.square() * bent
-    moment_variance = torch.addcmul(difference.square() * straight, bend, bend, value=bent)
+    along = difference.square() * (1 / (4 * reach))
+    moment_variance = torch.addcmul(along, bend, bend, value=kappa / (4 * reach**2))
     return torch.add(centre, bend, alpha=1 / (2 * reach)), moment_variance
 
 

@@ -4,7 +4,7 @@ It needs ivon-opt, in an environment of its own, since nothing else here does:
 
 python -m venv ivon
 ivon/bin/pip install -e . ivon-opt -r recipes/message_passing/requirements.txt
-ivon/bin/python -m recipes.message_passing.beside_ivon            not timed
+ivon/bin/python -m recipes.message_passing.beside_ivon            five minutes
 ivon/bin/python -m recipes.message_passing.beside_ivon --smoke    few images
 
 The network, its initial weights, the 1,000 images and the batches are those of `images`. The initial
