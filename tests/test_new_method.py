@@ -160,11 +160,10 @@ def test_the_documents_name_it(name: str) -> None:
     assert f"`uq.{kind.__name__}()`" in readme.partition("\n## ")[0]
     folder = root / "docs" / "methods"
     family = (folder / "index.md").read_text(encoding="utf-8").partition("\n## The family\n")[2]
-    row = re.search(rf'\n\| `"{name}"`, \[[^]]+\]\((\w+\.md)', family.partition("\n## ")[0])
+    row = re.search(rf'\n\| \[`"{name}"`\]\((\w+\.md)', family.partition("\n## ")[0])
     assert row
     page = (folder / row[1]).read_text(encoding="utf-8")
-    assert f"`uq.{kind.__name__}(" in page and f'`method="{name}"`' in page
-    assert all(f"\n## {part}" in page for part in ("When to use", "Formula", "Cost")) and "Source" in page
+    assert f"uq.{kind.__name__}(" in page and f'"{name}"' in page and "\n## Formula" in page
 
 
 def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:
