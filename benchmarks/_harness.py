@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import ctypes
 import gc
 import json
@@ -91,6 +92,22 @@ def output_folder(text: str) -> Path:
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """A result of plain values as a JSON file."""
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Row], form: str = "") -> None:
+    """Rows as a CSV file, with the columns of all of them.
+
+    Args:
+        form: of floats, such as ``".4g"``; by default all their digits.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {key: format(value, form) if isinstance(value, float) else value for key, value in row.items()}
+            for row in rows
+        )
 
 
 @contextmanager

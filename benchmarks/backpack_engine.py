@@ -12,7 +12,6 @@ longer. Convolutions have different Kronecker factors: ours are of whole gradien
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _harness import output_file, processor_seconds, single_threaded, table
+from _harness import output_file, processor_seconds, single_threaded, table, write_csv
 from backpack import backpack, disable, extend
 from backpack.extensions import KFAC, DiagGGNMC, SumGradSquared
 from torch import Tensor, nn
@@ -153,10 +152,7 @@ def main() -> None:
         found = [row(name, sums, arguments.repeats) for name in NETWORKS for sums in COMPARED]
     print(table(found))
     if path := arguments.csv:
-        with Path(path).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found)
+        write_csv(Path(path), found)
 
 
 if __name__ == "__main__":

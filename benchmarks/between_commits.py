@@ -25,7 +25,6 @@ environment); other rows of the same call run there too.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -48,6 +47,7 @@ from _harness import (
     output_file,
     single_threaded,
     table,
+    write_csv,
     write_json,
 )
 from torch import Tensor, nn
@@ -259,19 +259,10 @@ def measure_table(
             print(f"round {number + 1}, {name}: {found[name]}", file=sys.stderr, flush=True)
             lines = [line for each in names for line in table_lines(found[each], each)]
             if options.csv is not None:
-                write_lines(options.csv, lines)
+                write_csv(options.csv, lines, ".4g")
     for worker in workers.values():
         worker.close()
     return lines
-
-
-def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """As a CSV file."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]) if lines else [])
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in line.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,6 @@ over its frequency, a geometric mean over networks of their medians over draws.
 from __future__ import annotations
 
 import argparse
-import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _scored import outputs
 from _sets import Labelled, split_of
 from _zoo import CLASSIFIERS, OUTPUT, SEEDS, Pair, Shelf, loader, pairs_named, trained
@@ -342,10 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for row in summary(cases, draws, library)
             ]
         path: Path = options.output / f"class_rates_{'library' if library else 'logits'}.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(path, rows)
         print(markdown(rows), f"\nWritten to {path}.")
 
 

@@ -13,7 +13,6 @@ replaced: a two-sample Kolmogorov-Smirnov test of the newest 200 inputs at a lev
 from __future__ import annotations
 
 import argparse
-import csv
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _novelty import FOREIGN_KINDS, PICTURES, unfamiliar
 from _scored import predicted
 from _zoo import CLASSIFIERS, OUTPUT, Pair, Shelf, loader, trained
@@ -207,15 +206,6 @@ def _texts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of equal keys."""
-    lines = _texts(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -234,8 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Streams without a change in which there was an alarm:\n{markdown(_texts(alarms))}", flush=True)
     found = list(changed_rows(every, changed))
     print(f"\nA tenth of the inputs changed:\n{markdown(summary(found))}")
-    write_csv(options.output / "drift_false_alarms.csv", alarms)
-    write_csv(options.output / "drift_found.csv", found)
+    write_csv(options.output / "drift_false_alarms.csv", _texts(alarms))
+    write_csv(options.output / "drift_found.csv", _texts(found))
     print(f"Written: {options.output / 'drift_false_alarms.csv'} and drift_found.csv")
 
 

@@ -13,17 +13,15 @@ data set from familiar ones: digits from FashionMNIST, and the other way round.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from _cache import Rows
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _kinds import built
 from _novelty import FOREIGN_KINDS, foreign_pictures
 from _scored import averaged, predicted, prediction_scores
@@ -136,16 +134,6 @@ def table(found: dict[str, dict[str, dict[str, float]]], names: Sequence[str]) -
     return lines
 
 
-def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """The lines as CSV."""
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in line.items()})
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -173,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if found:
             names = ("accuracy", "NLL", "ECE") if kind == "classifiers" else ("RMSE", "NLL", "coverage")
             lines = table(found, names)
-            write(options.output / f"ensembles_{kind}.csv", lines)
+            write_csv(options.output / f"ensembles_{kind}.csv", lines, ".4f")
             shown = [[line["row"], *(f"{line[name]:.4f}" for name in names)] for line in lines[-len(ROWS) :]]
             print(markdown([["mean over pairs", *names], *shown]))
 

@@ -12,7 +12,6 @@ are and with noise of 0.7 deviations. Numbers are NLLs less the network's own, i
 from __future__ import annotations
 
 import argparse
-import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _scored import best_temperature, outputs, predicted, prediction_scores
 from _sets import Labelled
 from _zoo import CLASSIFIERS, OUTPUT, SEEDS, Pair, Shelf, loader, pairs_named, trained
@@ -178,10 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.simplefilter("ignore")
             rows = summary(pairs, options.seeds, options.draws or usual, measured)
         path: Path = options.output / f"few_labels_{kind}.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(path, rows)
         print(markdown(rows), f"\nWritten to {path}.")
 
 

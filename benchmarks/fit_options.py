@@ -15,7 +15,6 @@ the prior precision's logarithm to the base 10, and the fit's processor seconds.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from _harness import output_file, single_threaded
+from _harness import output_file, single_threaded, write_csv
 from _sets import Split
 from _zoo import CLASSIFIERS, Pair, loader, trained
 from torch import Tensor, nn
@@ -128,13 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = [[row[column] for row in own if column in row] for column in COLUMNS]
             print(f"| {title} | {name} | {' | '.join(f'{mean(c):.3f}' if c else '-' for c in cells)} |")
     if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ("network", "chooses", "seed", "option", *COLUMNS))
-            writer.writeheader()
-            writer.writerows(
-                {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-                for row in found
-            )
+        write_csv(options.csv, found, ".4g")
 
 
 if __name__ == "__main__":

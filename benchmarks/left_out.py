@@ -12,7 +12,6 @@ fit by the last. Networks that choose are apart from those that are only reporte
 from __future__ import annotations
 
 import argparse
-import csv
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _cache import Rows
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _scored import (
     averaged,
     best_temperature,
@@ -316,10 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = Rows(options.output / "rows", options.keep)
     lines = study(rows, [0] if options.smoke else options.seeds, options.smoke)
     path: Path = options.output / f"{name}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    write_csv(path, lines)
     print(markdown(lines), f"\nWritten to {path}.")
 
 

@@ -12,14 +12,13 @@ under the risk-coverage curve over that of the better of entropy and 1 - max p.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _novelty import foreign_pictures
 from _scored import predicted
 from _zoo import CLASSIFIERS, OUTPUT, Pair, Shelf, loader, pairs_named, trained
@@ -149,10 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         rows = [row for pair in pairs for row in measured(pair)]
     path: Path = options.output / "referral.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path, rows)
     print(markdown(summary(rows)), f"\nWritten to {path}.")
 
 

@@ -22,7 +22,6 @@ for values): its mean, and the largest of an input.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import output_file, table
+from _harness import output_file, table, write_csv
 from _zoo import CLASSIFIERS, REGRESSORS, Pair, Shelf, loader, pairs_named, trained
 from between_commits import ROOT, checked_out
 
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(table(fresh), flush=True)
             lines += fresh
             if options.csv is not None:
-                write(options.csv, lines)
+                write_csv(options.csv, lines, ".6g")
     print(f"\n{table(summary(lines))}")
 
 
@@ -205,7 +204,7 @@ def smoke(path: Path | None) -> None:
     lines = [compare(row, SMOKE, earlier, now) for row in earlier["predictions"]]
     print(f"{table(lines)}\n\n{table(summary(lines))}")
     if path is not None:
-        write(path, lines)
+        write_csv(path, lines, ".6g")
 
 
 def summary(lines: Sequence[Found]) -> list[Found]:
@@ -228,16 +227,6 @@ def summary(lines: Sequence[Found]) -> list[Found]:
             }
         )
     return found
-
-
-def write(path: Path, lines: Sequence[Found]) -> None:
-    """As a CSV file."""
-    columns = list(dict.fromkeys(column for line in lines for column in line))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in line.items()})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ defaults (`_zoo.py`), which are sure enough or too sure, show what the rule cost
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import warnings
 from collections import defaultdict
@@ -23,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _kinds import built
 from _scored import averaged, harm, plain_scores, predicted, prediction_scores
 from _sets import Labelled
@@ -175,10 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 single |= {"temperature": f"{scores['temperature']:.2f}" if rule != NETWORK else "1.00"}
                 singles.append(single | {"entropy kept": kept, "worse": ", ".join(worse)})
             print(*singles[-len(by_rule) :], sep="\n", flush=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(singles[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(singles)
+    write_csv(path, singles)
     table = [["networks", "number", "rule", "NLL", "ECE", "harmed"]]
     for (chose, rule), found in groups.items():
         means = [f"{mean(scores[key] for scores, _ in found):.3f}" for key in ("NLL", "ECE")]

@@ -12,7 +12,6 @@ one wide posterior by points of that kappa: of `uq.Diagonal` at prior precision 
 from __future__ import annotations
 
 import argparse
-import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _scored import predicted, prediction_scores
 from _sets import Labelled
 from _zoo import OUTPUT, SEEDS, Pair, Shelf, loader, trained
@@ -147,10 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         rows = rows_of(pairs, options.seeds, options.steps, options.draws)
     path: Path = options.output / "utvi_kappa.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path, rows)
     print(markdown(rows), f"\nWritten to {path}.")
 
 

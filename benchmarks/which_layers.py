@@ -18,7 +18,6 @@ the file's bytes are a share of the network's own. Networks that choose are apar
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _cache import Rows
-from _harness import output_folder
+from _harness import output_folder, write_csv
 from _kinds import built
 from _novelty import aurocs, unfamiliar
 from _scored import averaged, harm, outputs, plain_scores, predicted, prediction_scores
@@ -470,15 +469,6 @@ def _cell(value: Any) -> str:
         if isinstance(value, float) and math.isfinite(value)
         else str("" if value is None else value)
     )
-
-
-def write_csv(path: Path, lines: Sequence[dict[str, str]]) -> None:
-    """Rows of equal keys, and of those of the longest."""
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-        writer.writeheader()
-        writer.writerows(lines)
 
 
 if __name__ == "__main__":

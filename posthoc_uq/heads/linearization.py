@@ -179,12 +179,7 @@ class Linearization(LinearizedOutputs):
         weights that they read.
         """
         copies = len(numbers)
-        tensors = [value for value in (*self._batch.args, *self._batch.kwargs.values()) if value is not None]
-        # of several arguments one may be the same for all samples, with one row by chance
-        alone = len(tensors) == 1 and isinstance(tensors[0], Tensor) and holds_samples(tensors[0], 1)
-        weights = sum(tracked.layer.parameters for tracked in self._capture.tracked.values())
-        few = self._recording.numbers <= max(_MAX_GIVEN, _MAX_SHARE * weights)
-        if self._samples > 1 or not 1 < copies <= _MAX_COPIES or self._batch.whole or not (alone and few):
+        if self._samples > 1 or not 1 < copies <= _MAX_COPIES or not self._worth_copying():
             return pull_back(self._recording, gradient, numbers, self._dtype, last=last)
         with torch.autocast(self.mean.device.type, enabled=self._autocast):
             recording = self._capture.run(self._batch.repeated(copies), copies)
@@ -198,6 +193,15 @@ class Linearization(LinearizedOutputs):
             )
             for each in of_copies
         ]
+
+    def _worth_copying(self) -> bool:
+        """Whether the one sample is a single tensor, and so small that copies of it are faster."""
+        tensors = [value for value in (*self._batch.args, *self._batch.kwargs.values()) if value is not None]
+        # of several arguments one may be the same for all samples, with one row by chance
+        alone = len(tensors) == 1 and isinstance(tensors[0], Tensor) and holds_samples(tensors[0], 1)
+        weights = sum(tracked.layer.parameters for tracked in self._capture.tracked.values())
+        few = self._recording.numbers <= max(_MAX_GIVEN, _MAX_SHARE * weights)
+        return alone and few and not self._batch.whole
 
     def _variances_of(self, gradient: Gradient, number: int, last_place: bool = True) -> Tensor:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""

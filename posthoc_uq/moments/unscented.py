@@ -47,17 +47,15 @@ def unscented(
         variance: of x.
         kappa: a number, or a tensor without dimensions, which gradients reach.
     """
-    reach = kappa + 1
-    spread = root(variance * reach)
+    spread = root(variance * (kappa + 1))
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
     difference = up - down
     bend = torch.sub(up + down, centre, alpha=2.0)
-    if isinstance(kappa, Tensor) or isinstance(reach, Tensor):
-        straight, bent = 1 / (4 * reach), kappa / (4 * reach**2)
-        return centre + bend / (2 * reach), difference.square() * straight + bend.square() * bent
-    along = difference.square() * (1 / (4 * reach))
-    moment_variance = torch.addcmul(along, bend, bend, value=kappa / (4 * reach**2))
-    return torch.add(centre, bend, alpha=1 / (2 * reach)), moment_variance
+    along = difference.square() * (1 / (4 * (kappa + 1)))
+    if isinstance(kappa, Tensor):
+        return centre + bend / (2 * (kappa + 1)), along + bend.square() * (kappa / (4 * (kappa + 1) ** 2))
+    moment_variance = torch.addcmul(along, bend, bend, value=kappa / (4 * (kappa + 1) ** 2))
+    return torch.add(centre, bend, alpha=1 / (2 * (kappa + 1))), moment_variance
 
 
 def unscented_positive(
