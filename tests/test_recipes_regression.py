@@ -303,6 +303,22 @@ def test_information_errors(tmp_path: Path) -> None:
         assert one["efb"]["diagonal"] > 1e-3
 
 
+@pytest.mark.slow
+def test_information_at_several_ranks(tmp_path: Path) -> None:
+    smoke("uci.information_ranks", "--output", tmp_path)
+    assert (tmp_path / "information_ranks.png").read_bytes()[:4] == b"\x89PNG"
+    table = pd.read_csv(tmp_path / "information_ranks.csv")
+    assert len(table) == 2 * (3 + 5 * 2) and set(table["networks"]) == {2}
+    results = json.loads((tmp_path / "information_ranks.json").read_text())
+    assert list(results) == ["toy", "boston"]
+    for one in itertools.chain(*results.values()):
+        off = [one[f"inf {share}%, clamp"]["off_diagonal"] for share in (5, 10, 100)]
+        assert off[-1] == pytest.approx(one["efb"]["off_diagonal"], rel=1e-6)
+        assert all(one[f"inf {share}%, rescale"]["diagonal"] < 1e-6 for share in (5, 25, 100))
+        assert one["diag"]["off_diagonal"] == pytest.approx(1.0) and one["efb"]["diagonal"] > 1e-3
+        assert one in results["toy"] or off == sorted(set(off), reverse=True)
+
+
 def test_scores_are_in_the_units_of_the_data(uci: Namespace) -> None:
     from posthoc_uq import RegressionPrediction
 

@@ -72,7 +72,12 @@ def errors(exact: Sequence[Tensor], approximations: Sequence[Tensor]) -> Errors:
     return Errors((diagonal[0] / diagonal[1]) ** 0.5, (max(off[0], 0.0) / off[1]) ** 0.5)
 
 
-def measure(model: nn.Sequential, train: Table, hidden_only: bool = False) -> dict[str, Any]:
+def measure(
+    model: nn.Sequential,
+    train: Table,
+    hidden_only: bool = False,
+    methods: Mapping[str, Mapping[str, Any]] = METHODS,
+) -> dict[str, Any]:
     """Errors of every method on one trained network, in float64.
 
     Args:
@@ -80,6 +85,7 @@ def measure(model: nn.Sequential, train: Table, hidden_only: bool = False) -> di
         train: what it was trained on.
         hidden_only: count the hidden layer's block alone; the output layer's is a Kronecker product, on which KFAC and
             EFB are exact.
+        methods: options of `uq.fit` by name.
 
     Returns:
         Name to `Errors`, INF with its correction; with ``unclamped`` what becomes of the diagonal's entries that
@@ -93,9 +99,11 @@ def measure(model: nn.Sequential, train: Table, hidden_only: bool = False) -> di
         exact = dict(list(exact.items())[:1])
     batches = in_order(inputs, targets, 2000)
     found: dict[str, Any] = {}
-    for name, options in METHODS.items():
+    for name, options in methods.items():
         for correction in CORRECTIONS if options["method"] == "inf" else (None,):
-            own = options if correction is None else options | {"correction": correction, "basis": "exact"}
+            own = dict(options)
+            if correction is not None:
+                own |= {"correction": correction, "basis": "exact"}
             posterior = uq.fit(
                 model,
                 batches,
