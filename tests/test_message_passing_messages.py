@@ -212,6 +212,18 @@ def test_a_layer_is_products_and_a_sum() -> None:
         is_message(Message(*(part[k, n, g] for part in to_weights)), *to_w, tolerance=1e-12)
 
 
+@pytest.mark.parametrize("constants", [False, True])
+def test_blocks_of_outputs_change_nothing(monkeypatch: pytest.MonkeyPatch, constants: bool) -> None:
+    layer, back = random_products(3, 1)
+    layer = layer._replace(input_variance=None) if constants else layer
+    whole = layer.backward(*layer.forward(), back)
+    monkeypatch.setattr(messages, "_MAX_NUMBERS", 1)  # an output at a time
+    for found, expected in zip(layer.backward(*layer.forward(), back), whole, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
 def test_t7_constant_inputs() -> None:
     x = t(0.7, -1.5, 1.0).reshape(1, 1, 1, 1, 3)
     layer = PRODUCTS._replace(input_mean=x, input_variance=None)

@@ -46,11 +46,12 @@ def test_data_that_went_out_again_leave_the_predictions(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
-def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("network", "name"), [("convolutional", "images"), ("perceptron", "perceptron")])
+def test_smoke_of_a_network_without_gradients(tmp_path: Path, network: str, name: str) -> None:
     (tmp_path / "data").mkdir()
     folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")
-    smoke("message_passing.images", *folders)
-    rows = json.loads((tmp_path / "out" / "images.json").read_text())
+    smoke("message_passing.images", *folders, "--network", network)
+    rows = json.loads((tmp_path / "out" / f"{name}.json").read_text())
     assert set(rows) == {"AdamW", "message passing, moments", "message passing, drawn weights"}
     assert all(0 <= row["accuracy"] <= 1 and row["NLL"] < 10 for row in rows.values())
 

@@ -8,6 +8,7 @@ mean is defined as 0. Tensors hold one message an element.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import ceil, log, pi, sqrt
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
+_MAX_NUMBERS = 2**17  # in a temporary of the largest computations: what a processor's cache holds
 MIN_PRECISION = 1e-8
 """The least precision of a message that is passed on."""
 NOISE_VARIANCE = 0.3
@@ -285,7 +287,24 @@ class Products(NamedTuple):
             variance: likewise.
             back: the messages to the outputs, ``(K, N, G, P, J)``.
         """
-        x, w, w_variance = self.input_mean.unsqueeze(-2), *(part.unsqueeze(-3) for part in self[2:])
+        outputs, numbers = mean.shape[-1], self.input_mean.numel()
+        block = max(1, _MAX_NUMBERS // numbers) if mean.device.type == "cpu" else outputs
+        parts = [
+            self._block_backward(slice(start, start + block), mean, variance, back)
+            for start in range(0, outputs, block)
+        ]
+        to_weights = Message(
+            *(torch.cat(each, -2) for each in zip(*(told for _, told in parts), strict=True))
+        )
+        to_rows = [told for told, _ in parts if told is not None]
+        return (reduce(multiply, to_rows) if to_rows else None), to_weights
+
+    def _block_backward(
+        self, block: slice, mean: Tensor, variance: Tensor, back: Message
+    ) -> tuple[Message | None, Message]:
+        """The same for a block of the outputs, whose share of the message to the rows it gives."""
+        x = self.input_mean.unsqueeze(-2)
+        w, w_variance = (part[..., block, :].unsqueeze(-3) for part in self[2:])
         x_second = x.square()
         product_variance = x_second * w_variance
         w_second = None
@@ -294,9 +313,9 @@ class Products(NamedTuple):
             product_variance = product_variance + x_variance * w_second
             x_second = x_second + x_variance
         field, precision = sum_to_part(
-            Message(back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)),
-            mean.unsqueeze(-1) - x * w,
-            variance.unsqueeze(-1) - product_variance,
+            Message(*(part[..., block].unsqueeze(-1) for part in back)),
+            mean[..., block].unsqueeze(-1) - x * w,
+            variance[..., block].unsqueeze(-1) - product_variance,
         )
         to_weights = Message((x * field).sum(-3), (x_second * precision).sum(-3))
         if w_second is None:
@@ -311,7 +330,6 @@ _WIDTH = 8.0  # standard deviations to each side of the match that the quadratur
 _MAX_SHIFT = 7.0  # standard deviations that a match whose integral counts is moved at most
 _SPACING = 0.4  # of the nodes, in deviations of the output and in units of it; closer ones change nothing
 _MAX_DEVIATION = 1e4  # deviation of an output, from which on its nodes are farther apart
-_MAX_NUMBERS = 2**17  # in a temporary of the quadrature: what a processor's cache holds
 _MIN_INTEGRAL = 1e-12  # of a label's likelihood; below it the message is uniform
 _NEGATIVE_BY_ROUNDING = -0.1  # of a label's message: rounding
 

@@ -90,18 +90,20 @@ class Weighted:
             marginal: of the weights.
             kept: of one example, or empty; the way back changes it.
         """
-        sent = kept.to_weights
+        weights, sent = marginal, kept.to_weights
         if isinstance(inputs, Tensor):
             mean, variance = self._rows(inputs, 1.0), None
+            weights = weights if sent is None else divide(weights, sent)
         else:
             clear = clamp(inputs if kept.back is None else multiply(inputs, kept.back))
             mean, variance = self._rows(clear.mean, 1.0), self._rows(clear.variance, 0.0)
-            if sent is not None:  # only the bias has an input that is a constant
-                sent = Message(*(F.pad(part[..., self._inputs :], (self._inputs, 0)) for part in sent))
-        weights = marginal if sent is None else divide(marginal, sent)
+            if sent is not None and self.layer.bias is not None:  # only its input is a constant
+                weights = Message(*(part.clone() for part in weights))
+                for part, own in zip(weights, sent, strict=True):
+                    part[..., -1] -= own[..., -1]
         kept.least_precision = weights.rho.min()
-        weights = Message(*(part.unsqueeze(1) for part in clamp(weights)))
-        products = Products(mean, variance, weights.mean, weights.variance)
+        weight_variance = weights.rho.clamp(min=MIN_PRECISION).reciprocal()
+        products = Products(mean, variance, weights.mean.unsqueeze(1), weight_variance.unsqueeze(1))
         outputs = products.forward()
 
         def backward(back: Message) -> tuple[Message | None, Message | None]:

@@ -299,9 +299,13 @@ class Trainer:
             before, to_weights = ways_back[index](back)
             if to_weights is not None:
                 kept = memory[index]
-                old = uniform_like(to_weights.rho) if kept.to_weights is None else kept.to_weights
-                kept.to_weights = damp(old, to_weights, self.share)
-                new[index] = divide(multiply(new[index], kept.to_weights), old)
+                old = kept.to_weights
+                if old is None:
+                    change = kept.to_weights = _scaled(to_weights, self.share)
+                else:
+                    kept.to_weights = damp(old, to_weights, self.share)
+                    change = divide(kept.to_weights, old)
+                new[index] = multiply(new[index], change)
                 assert kept.least_precision is not None
                 least.append(kept.least_precision)
             if before is not None:
@@ -320,6 +324,10 @@ class Trainer:
         least = float(torch.stack([each for _, each in seen]).min())
         if not least >= MIN_PRECISION:
             raise Diverged(f"a cavity has the precision {least:.3g}")
+
+
+def _scaled(message: Message, share: float) -> Message:
+    return message if share == 1 else Message(*(share * part for part in message))
 
 
 def _restored(like: Any, saved: list[Tensor]) -> Any:
