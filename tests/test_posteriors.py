@@ -101,15 +101,16 @@ def test_forty_thousand_samples():
         assert (rows.mean(0).abs() / scale).max() < 5 / n**0.5
 
 
-def test_same_law_as_equation_six():
+@pytest.mark.parametrize("seed", range(4))
+def test_same_law_as_equation_six(seed: int):
     """The paper's sampler, on a layer where its Cholesky factors exist, has the same covariance as ours.
 
     With ``W = I + Vs C Vs^T`` the paper's factor is ``D^-1/2 W^-1``, whose covariance is right if ``W^T W = I
     + Vs Vs^T``; that asks for ``B^T B = I + A^T A``, where the text prints ``B B^T = I + Vs^T Vs``. As
-    printed the law is another one.
+    printed the law is another one, off by 0.2 to 0.7 % of the largest entry.
     """
-    generator = torch.Generator().manual_seed(5)
-    m, n, a, g = 4, 6, 3, 2
+    generator = torch.Generator().manual_seed(seed)
+    m, n, a, g = 3, 4, 2, 2
     ua = torch.linalg.qr(torch.randn(n, a, generator=generator, dtype=torch.float64)).Q
     ug = torch.linalg.qr(torch.randn(m, g, generator=generator, dtype=torch.float64)).Q
     lam = torch.rand(g, a, generator=generator, dtype=torch.float64) + 0.5
@@ -137,7 +138,8 @@ def test_same_law_as_equation_six():
     torch.testing.assert_close(
         ours @ ours.T, paper(torch.linalg.cholesky(ac.T @ ac + eye).T), atol=1e-12, rtol=1e-8
     )
-    assert (ours @ ours.T - paper(torch.linalg.cholesky(gram + eye))).abs().max() > 1e-3
+    off = (ours @ ours.T - paper(torch.linalg.cholesky(gram + eye))).abs().max()
+    assert 0.002 < off / (ours @ ours.T).max() < 0.008
     precision = v @ lam.flatten().diag() @ v.T + residual.flatten().diag()
     torch.testing.assert_close(ours @ ours.T, torch.linalg.inv(precision), atol=1e-12, rtol=1e-8)
 

@@ -144,6 +144,10 @@ MEANT = {
     "almost an engine": Row(lambda: tune([X], engin="jvp"), r"Did you mean 'engine'\?"),
     "almost a score": Row(lambda: uq.evaluate(net(), [X], score="entropi"), r"Did you mean 'entropy'\?"),
     "almost an option of a class": Row(lambda: uq.INF(ranc=3), r"Did you mean 'rank'\?"),  # type: ignore[call-arg]
+    "an option of the likelihood": Row(
+        lambda: fit(net(), likelihood="quantiles", levels=[0.1, 0.9]), r"likelihood=uq\.Quantiles\(levels=\.\.\.\)"
+    ),
+    "levels that are none": Row(lambda: uq.Quantiles([0.5, 1.2]), "each entry is a finite number > 0 and < 1"),
     "no module": Row(lambda: uq.untied(net(), "O"), "no module"),
 }  # fmt: skip
 

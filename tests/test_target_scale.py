@@ -4,6 +4,7 @@ own units, against a fit on standardised targets whose predictions are moved and
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,15 @@ def test_constant_or_unknown_targets_have_no_scale() -> None:
         uq.fit(
             model, in_batches(STANDARD), "message_passing", likelihood=uq.Gaussian(std=2.0), progress=False
         )
+
+
+def test_targets_in_other_units_than_the_networks_are_warned_of() -> None:
+    model = mlp(2, dtype=torch.float64)
+    with pytest.warns(
+        UserWarning, match=r"Output 0 of the network lies 3\d.* below its targets.*mean=\.\.\."
+    ):
+        uq.fit(model, in_batches(own_units(STANDARD)), likelihood="regression", progress=False)
+    with warnings.catch_warnings():  # neither noisy targets nor few of them are
+        warnings.simplefilter("error")
+        uq.fit(model, in_batches(9 * STANDARD), likelihood="regression", progress=False)
+        uq.fit(model, in_batches(own_units(STANDARD)[:16], X[:16]), likelihood="regression", progress=False)

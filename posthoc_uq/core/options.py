@@ -186,6 +186,8 @@ def _in_words(kind: Any, value: Any) -> str:
             if large or abs(limit) < _MAX_USUAL_BOUND
         ]
         return " ".join([_in_words(base, value), " and ".join(bounds)]).rstrip()
+    if get_origin(kind) is list:
+        return f"a list, of which each entry is {_in_words(get_args(kind)[0], None)}"
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
     return _WORDS.get(kind) or _BY_NAME.get(name, f"a {name}")
 

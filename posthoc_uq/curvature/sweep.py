@@ -769,16 +769,17 @@ def target_moments(
     return found
 
 
-def squared_residuals(
+def sums_of_residuals(
     likelihood: Gaussian | Joint,
     capture: Capture,
     loader: Iterable[Any],
     reader: BatchReader,
     progress: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
-    weights of its targets (their number where there are none), by a forward pass over the data; None without targets.
-    Of outputs with positions those of each channel, where every position is a sample.
+) -> dict[str, Tensor] | None:
+    """Over the data, by a forward pass: of each output, ``(outputs,)`` in float64 on the CPU, the weighted sum of the
+    ``"squares"`` of its residuals, the ``"count"`` of its targets (the sum of their weights, if they have some), and
+    the weighted sum of the ``"residuals"`` themselves; None without targets. Of outputs with positions those of each
+    channel, where every position is a sample.
 
     Args:
         likelihood: a regression, or several heads of which some are one.
@@ -800,18 +801,18 @@ def squared_residuals(
             fault = likelihood.validation_error(outputs, batch.targets)
             with in_batch(str(index)):
                 weights = weights_of(likelihood, outputs, batch)
-            squares = as_double(likelihood.residuals(outputs, batch.targets)).square()
+            residuals = as_double(likelihood.residuals(outputs, batch.targets))
             layout = likelihood.positions_of(outputs)
-            squares = squares.reshape(samples, -1) if layout is None else layout.rows(squares)
+            residuals = residuals.reshape(samples, -1) if layout is None else layout.rows(residuals)
             known = likelihood.target_counts(outputs, batch.targets)
-            known = torch.ones_like(squares) if known is None else known
-            both = torch.stack([squares, known], 1)
+            known = torch.ones_like(residuals) if known is None else known
+            parts = torch.stack([residuals.square(), known, residuals], 1)
             sums, *faults = on_host(
-                weighted(both, None if weights is None else weights.of_rows(len(both))).sum(0),
+                weighted(parts, None if weights is None else weights.of_rows(len(parts))).sum(0),
                 *([] if fault is None else [fault]),
             )
             if any(faults):
                 likelihood.check(outputs, batch.targets)
             total = sums if total is None else total + sums
             bar.advance(samples)
-    return None if total is None else (total[0], total[1])
+    return None if total is None else dict(zip(("squares", "count", "residuals"), total, strict=True))

@@ -66,7 +66,7 @@ from posthoc_uq.curvature.sweep import (
     ConfidenceGap,
     TargetMoments,
     no_weight_error,
-    squared_residuals,
+    sums_of_residuals,
     target_moments,
 )
 from posthoc_uq.files import (
@@ -117,6 +117,8 @@ if TYPE_CHECKING:
 # diagonal takes what correlated weights have in common for several parameters.
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
 _USUAL = "inf"  # the method where nobody names one
+_SHIFTED = 0.5  # of the mean squared residual: beyond it the squared mean residual says that the units differ
+_ENOUGH_TARGETS = 20  # for that
 FEW_WEIGHTS, ENOUGH_ROWS = 700, 60  # up to and from which "full" is the method of a regression
 
 
@@ -353,7 +355,7 @@ def _plan(
         finds_noise = bool(cast("Joint", resolved).finds_noise)
     free = method is None and not options and layers is None
     chosen, weight_mean = _method_with_options(
-        _USUAL if method is None else method, options, layers, prior_mean
+        _USUAL if method is None else method, options, layers, prior_mean, resolved
     )
     check_weight_prior(chosen, prior_precision, weight_mean)
     of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
@@ -404,15 +406,34 @@ def _plan(
 
 
 def has_option(method: str, name: str) -> bool:
-    """Whether a method by this name has an option that the argument of `fit` sets: ``layers``, or ``prior_mean``."""
+    """Whether a method by this name has an option of that name."""
     return method in METHODS and any(field.name == name for field in fields(METHODS[method]))
 
 
 def _method_with_options(
-    method: str | Method, options: Mapping[str, Any], layers: Selection | None, prior_mean: Any
+    method: str | Method,
+    options: Mapping[str, Any],
+    layers: Selection | None,
+    prior_mean: Any,
+    likelihood: Likelihood,
 ) -> tuple[Method, Any]:
-    """The method, with those arguments of `fit` that are its options, too; and the prior mean if it is not."""
+    """The method, with those arguments of `fit` that are its options, too; and the prior mean if it is not.
+
+    Raises:
+        PosthocUQError: the method does not take an option or its value; an option is the likelihood's.
+    """
     of_method = dict(options)
+    kind = type(likelihood)
+    foreign = [
+        name
+        for name in inspect.signature(kind).parameters
+        if name in options and not (isinstance(method, str) and has_option(method, name))
+    ]
+    if foreign:
+        written = ", ".join(f"{name}=..." for name in foreign)
+        raise PosthocUQError(
+            f"fit does not take {foreign}, which belong to the likelihood: likelihood=uq.{kind.__name__}({written})."
+        )
     if isinstance(method, str):
         if layers in ("last", "all") and has_option(method, "layers"):
             of_method.setdefault("layers", layers)
@@ -734,18 +755,18 @@ def _set_observation_noise(task: Task) -> str:
 
 def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
     """Of each output, over the data of all processes, as the state of a part of the fit; empty without targets."""
-    plan, residuals = task.plan, None
+    plan, sums = task.plan, None
     with on_all_ranks("the sweep for the noise variance"), isolated_random_state(plan.seed):
         if task.batch.targets is not None:  # else known without a reading, which a stream would not give back
             likelihood = cast("Gaussian | Joint", task.likelihood)
-            residuals = squared_residuals(
+            sums = sums_of_residuals(
                 likelihood, task.prepared.capture, task.loader, plan.reader, plan.progress
             )
-    if not all(gather(residuals is not None, "looking for targets")):
+    if not all(gather(sums is not None, "looking for targets")):
         return {}, {}
-    assert residuals is not None
-    total, count = residuals
-    all_reduce_sum({"total": total, "count": count}, "the sum for the noise variance")
+    assert sums is not None
+    all_reduce_sum(sums, "the sums for the noise variance")
+    count = sums["count"]
     if not float(count.sum()):
         raise no_weight_error()
     if bool((count == 0).any()):
@@ -754,7 +775,18 @@ def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
             f"All targets of output {output} are missing, so that nothing is known of its noise; pass "
             f"uq.Gaussian(noise_variance=..., missing='ignore'), or a model without this output."
         )
-    return {"noise": {"variance": total / count}}, {}
+    variance, shift = sums["squares"] / count, sums["residuals"] / count
+    shifted = (count >= _ENOUGH_TARGETS) & (shift.square() > _SHIFTED * variance)
+    if isinstance(task.likelihood, Gaussian) and bool(shifted.any()):
+        output = int(shifted.nonzero()[0])
+        spread = float((variance - shift.square())[output].clamp(min=0).sqrt())
+        warn_user(
+            f"Output {output} of the network lies {abs(float(shift[output])):.3g} "
+            f"{'below' if shift[output] < 0 else 'above'} its targets on the mean, and the residuals vary by "
+            f"{spread:.3g}. If the network was trained on standardised targets, pass likelihood=uq.Gaussian(mean=..., "
+            f"std=...) with the numbers of that scaler."
+        )
+    return {"noise": {"variance": variance}}, {}
 
 
 def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str) -> Posterior:
