@@ -513,6 +513,13 @@ def test_utvi_kappa(tmp_path: Path) -> None:
     assert all(isfinite(float(row[name])) for row in rows for name in ("NLL", "error of deviations"))
 
 
+def test_softargmax(capsys: pytest.CaptureFixture[str]) -> None:
+    _script("softargmax").main(["--sets", "10", "--draws", "1000"])
+    for line in capsys.readouterr().out.splitlines()[2:]:
+        rooted, printed = (float(cell.split("±")[0]) for cell in line.split("|")[2:4])
+        assert 0 < rooted < printed < 0.5
+
+
 @pytest.mark.study
 def test_few_labels(tmp_path: Path) -> None:
     _script("few_labels").main(["--smoke", "--output", str(tmp_path)])
