@@ -107,7 +107,7 @@ def test_what_a_recipe_reads_is_looked_at_before_its_work(
     (tmp_path / "clothes").mkdir()
     clothes = ["--data", write_fashion_mnist(tmp_path / "clothes"), "--output", tmp_path / "out", "--smoke"]
     networks = [*clothes, "--networks", tmp_path]
-    kept = tmp_path / "out" / "140-1-0.01" / "cnn-seed1.pt"
+    kept = tmp_path / "out" / "140-1-0.01-16" / "cnn-seed1.pt"
     kept.parent.mkdir(parents=True)
     torch.save({}, kept)
     assert str(kept) in _refused("fashion_mnist.run", clothes, capsys)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp
 from pathlib import Path
 from typing import Any
 
+import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from recipes.common import predicted
 from recipes.fashion_mnist.data import Data, Labelled
+from recipes.fashion_mnist.drawn import SWAG, with_dropout
 from recipes.fashion_mnist.variational import function_space, posterior_of
 
 POSTERIORS: dict[str, dict[str, Any]] = {
@@ -31,6 +35,8 @@ POSTERIORS: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {"linearized": {}, "sampling": {"n_samples": 10}, "moments": {}}
 """Options of heads that a posterior is tuned through beside its own."""
 
+DRAWS = 30
+"""Of masks and of weights in the references that draw."""
 FUNCTION_SPACE = "function space"
 CONTROL = "trained on"
 
@@ -91,6 +97,42 @@ def deep_ensemble(models: list[nn.Module]) -> Method:
     """Networks from different initial weights (Lakshminarayanan et al., 2017)."""
     predictor = uq.wrap(models, None)
     return Method(lambda images: predictor.predict(images.split(500), progress=False), _bytes(models))
+
+
+def dropout_draws(model: nn.Sequential, rate: float, draws: int = DRAWS) -> Method:
+    """The mean over masks of a network that was trained with dropout (Gal and Ghahramani, 2016)."""
+    network = with_dropout(model, rate).train()
+
+    def predict(images: Tensor) -> uq.ClassPrediction:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return from_logits(torch.stack([predicted(network, images, 500) for _ in range(draws)]))
+
+    return Method(predict, _bytes([model]), {"rate": rate})
+
+
+def swag_draws(model: nn.Module, found: SWAG, path: Path, rate: float, draws: int = DRAWS) -> Method:
+    """The mean over weights that SWAG draws (Maddox et al., 2019)."""
+    network = copy.deepcopy(model)
+
+    def predict(images: Tensor) -> uq.ClassPrediction:
+        samples: list[Tensor] = []
+        for weights in found.draws(draws, seed=0):
+            vector_to_parameters(weights, network.parameters())
+            samples.append(predicted(network, images, 500))
+        return from_logits(torch.stack(samples))
+
+    return Method(predict, path.stat().st_size, {"rate": rate})
+
+
+def best(candidates: Mapping[float, Method], held_out: Labelled) -> Method:
+    """That with the least NLL on the held-out images."""
+    values = {
+        rate: method.predict(held_out.images).quality(held_out.labels, bins=15)["nll"]
+        for rate, method in candidates.items()
+    }
+    chosen = candidates[min(values, key=lambda rate: values[rate])]
+    return replace(chosen, settings=chosen.settings | {"held-out NLL by rate": values})
 
 
 def posterior_rows(

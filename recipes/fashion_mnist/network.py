@@ -15,6 +15,7 @@ from tqdm.auto import trange
 from posthoc_uq.files.atomic import checked_target, write
 from recipes.common import in_random_order, train
 from recipes.fashion_mnist.data import Labelled
+from recipes.fashion_mnist.drawn import with_dropout
 
 
 def cnn(filters: int = 32) -> nn.Sequential:
@@ -51,14 +52,20 @@ def check_kept(folder: Path, seeds: Iterable[int], filters: int = 32) -> None:
 
 
 def trained(
-    data: Labelled, seed: int, folder: Path, epochs: int, learning_rate: float, filters: int = 32
+    data: Labelled,
+    seed: int,
+    folder: Path,
+    epochs: int,
+    learning_rate: float,
+    filters: int = 32,
+    dropout: float = 0.0,
 ) -> nn.Sequential:
     """The network of a seed: from `folder`, which belongs to these settings, or trained and kept there.
 
     SGD with batches of 128, momentum 0.9 and a cosine schedule down to 5 % of the rate, as in appendix D.2 (whose 30
-    epochs at 0.005 are 15 at 0.01 by default), without weight decay.
+    epochs at 0.005 are 15 at 0.01 by default), without weight decay; with `dropout` as `with_dropout` puts it.
     """
-    path = folder / f"cnn-seed{seed}.pt"
+    path = folder / f"cnn{f'-dropout-{dropout:g}' if dropout else ''}-seed{seed}.pt"
     torch.manual_seed(seed)
     model = cnn(filters)
     if path.exists():
@@ -66,7 +73,7 @@ def trained(
         return model.eval()
     model = model.to(memory_format=torch.channels_last)  # a third faster on CPUs
     optimiser = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
-    fit_plainly(model, data, optimiser, epochs, seed)
+    fit_plainly(with_dropout(model, dropout) if dropout else model, data, optimiser, epochs, seed)
     folder.mkdir(parents=True, exist_ok=True)
     model = model.to(memory_format=torch.contiguous_format)
     _keep(model, path)

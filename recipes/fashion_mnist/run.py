@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from posthoc_uq import ClassPrediction
 from posthoc_uq.evaluation.measurements import foreignness
 from posthoc_uq.evaluation.metrics import joint_tail, ood_auroc, risk_coverage
 from recipes.common import (
@@ -35,6 +37,7 @@ from recipes.common import (
 )
 from recipes.fashion_mnist import methods
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
+from recipes.fashion_mnist.drawn import swag
 from recipes.fashion_mnist.network import check_kept, cnn, trained, trained_on
 from recipes.fashion_mnist.variational import TRAINED
 
@@ -54,7 +57,7 @@ ORDER = (
         "function space",
         "message passing",
     ),
-    *("latent binary", "UTVI", "deep ensemble"),
+    *("latent binary", "UTVI", "dropout draws", "SWA-Gaussian", "deep ensemble"),
 )
 """Beginnings of the rows' names, as they stand in the table."""
 SCORES = ("entropy", "mutual_information", "epistemic_variance", "novelty", "both")
@@ -73,21 +76,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--posteriors", nargs="+", default=names, choices=names)
     add("--variational-epochs", type=int, default=5, help="of trained posteriors and the control; 0: none")
     add("--epochs", type=int, default=15, help="of the networks")
+    add("--filters", type=int, default=32, help="of their first convolution; the second has twice as many")
     add("--learning-rate", type=float, default=0.01)
     add("--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails")
+    add("--dropout-rates", type=float, nargs="+", default=[0.1], help="held-out images choose one")
+    add("--swag-rates", type=float, nargs="+", default=[0.01], help="of SGD, likewise")
+    add("--swag-epochs", type=int, default=3, help="of SGD at a constant rate")
     smoke = {"seeds": [0], "members": 2, "epochs": 1, "tuned_on": 40, "posteriors": names[-1:]}
+    smoke |= {"filters": 16, "dropout_rates": [0.1, 0.5], "swag_epochs": 1}
     options = parsed(command, arguments, **smoke, variational_epochs=1)
     with looked_at():
         data = load(options.data, download=options.download)
     if options.smoke:
         data = data.first(140, 40, 40, 40)
     # what belongs to other settings is never mixed in
-    folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
+    settings = [len(data.train.labels), options.epochs, f"{options.learning_rate:g}"]
+    settings += [] if options.filters == 32 else [options.filters]
+    folder = options.output / "-".join(map(str, settings))
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
     with looked_at():
-        matching(rows_of(cnn(), data, 0, folder, data.validation, options), options.rows or ["*"])
+        matching(
+            rows_of(cnn(options.filters), data, 0, folder, data.validation, options), options.rows or ["*"]
+        )
         ahead = {seed + member for seed in options.seeds for member in range(max(1, options.members))}
-        check_kept(folder, ahead, _filters(options))
+        check_kept(folder, ahead, options.filters)
         for path in paths.values():
             found_in(path)
     for seed, path in paths.items():
@@ -106,12 +118,13 @@ def page_of(results: Sequence[Mapping[str, Row]]) -> str:
 
     rows = by_row(results)
     header = ["method", "accuracy", "NLL", "ECE", *(f"AUROC, {s.replace('_', ' ')}" for s in SCORES)]
-    lines = [[*header, "time", "MB", "seeds"]]
+    lines = [[*header, "entropy of digits", "time", "MB", "seeds"]]
     for name in sorted(rows, key=place):
         found = rows[name]
         cells = [spread([100 * one["accuracy"] for one in found], ".2f")]
         cells += [spread([one[column] for one in found], ".4f") for column in ("nll", "ece")]
         cells += [spread([one["auroc"][s] for one in found if s in one["auroc"]], ".4f") for s in SCORES]
+        cells.append(spread([one["entropy"]["digits"]["mean"] for one in found if "entropy" in one]))
         means = [mean(one["time"] for one in found), mean(one["bytes"] for one in found) / 1e6]
         lines.append([name, *cells, *(f"{value:.1f}" for value in means), str(len(found))])
     return markdown(lines)
@@ -142,13 +155,11 @@ def found_in(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"'{path}' is no file of results ({error}); delete it to begin anew.") from None
 
 
-def _filters(options: argparse.Namespace) -> int:
-    return 16 if options.smoke else 32
-
-
-def network_of(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> torch.nn.Sequential:
+def network_of(
+    data: Data, seed: int, folder: Path, options: argparse.Namespace, dropout: float = 0.0
+) -> torch.nn.Sequential:
     """The network of a seed, trained or kept."""
-    return trained(data.train, seed, folder, options.epochs, options.learning_rate, _filters(options))
+    return trained(data.train, seed, folder, options.epochs, options.learning_rate, options.filters, dropout)
 
 
 def rows_of(
@@ -164,6 +175,14 @@ def rows_of(
     def control() -> torch.nn.Module:
         path = folder / f"trained-on-{epochs}-seed{seed}.pt"
         return trained_on(model, data.train, path, seed, epochs)
+
+    def dropout(rate: float) -> methods.Method:
+        return methods.dropout_draws(network_of(data, seed, folder, options, rate), rate)
+
+    def swag_of(rate: float) -> methods.Method:
+        path = folder / f"swag-{options.swag_epochs}-{rate:g}-seed{seed}.pt"
+        found = swag(model, data.train, path, seed, options.swag_epochs, rate)
+        return methods.swag_draws(model, found, path, rate)
 
     epochs = options.variational_epochs
     rows: methods.Rows = {
@@ -182,6 +201,12 @@ def rows_of(
                 control(), held_out
             ),
         }
+    rows |= {
+        "dropout draws": lambda: methods.best(
+            {rate: dropout(rate) for rate in options.dropout_rates}, held_out
+        ),
+        "SWA-Gaussian": lambda: methods.best({rate: swag_of(rate) for rate in options.swag_rates}, held_out),
+    }
     if options.members:
         numbers = range(seed, seed + options.members)
         rows[f"deep ensemble of {options.members}"] = lambda: methods.deep_ensemble(
@@ -204,10 +229,22 @@ def measured(method: methods.Method, data: Data, held_out: Labelled, plain: meth
         familiar = {name: known[name] for name in BOTH}
         tails = [joint_tail(familiar, {name: scores[name] for name in BOTH}) for scores in (inside, outside)]
         found["auroc"]["both"] = ood_auroc(*tails)
+    found["entropy"] = {
+        "test": normalised(inside["entropy"], test),
+        "digits": normalised(outside["entropy"], digits),
+    }
     wrong = (test.predicted() != data.test.labels).double()
     found["aurc"] = risk_coverage(inside["entropy"], wrong).area
     found["time"] = relative_time(method, plain, data.test.images[:200])
     return found | {"bytes": method.size, "settings": method.settings}
+
+
+def normalised(entropy: torch.Tensor, prediction: ClassPrediction) -> dict[str, float]:
+    """Mean and standard deviation over images of the entropy's share of the largest possible one, as in table 2 of Lee
+    et al. (2020).
+    """
+    share = entropy.double() / math.log(prediction.classes)
+    return {"mean": float(share.mean()), "deviation": float(share.std())}
 
 
 def relative_time(
