@@ -35,8 +35,13 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
 def test_smoke_of_the_clusters(recipe: Namespace, tmp_path: Path) -> None:
     printed = smoke("latent_binary.clusters", "--output", tmp_path)
     assert "| Laplace, default |" in printed
-    rows = json.loads((tmp_path / "clusters.json").read_text())["10"]
+    kept = json.loads((tmp_path / "clusters.json").read_text())
+    rows = kept["10"]
     assert rows["truth"][0]["accuracy"] > rows["network"][0]["accuracy"]
+    (ranks,) = kept["10, figure 9"]["truth"]
+    assert ranks["largest probability, rank 1/4"] > ranks["largest probability, rank 3/4"]
+    assert ranks["accuracy, surest half"] > ranks["accuracy, tenth 10"]
+    assert {row[0]["detected"] <= 1 for row in kept["10, figure 10"].values()} == {True}
     valid, *others = recipe.clusters.covariances()
     torch.testing.assert_close(
         valid, recipe.clusters.PRINTED[0]
@@ -50,6 +55,21 @@ def test_smoke_of_the_clusters(recipe: Namespace, tmp_path: Path) -> None:
     assert float(found) > 0.95
 
 
+def test_places_beyond_the_outputs_of_training_samples_are_detected(recipe: Namespace) -> None:
+    """Outputs that grow with the distance from the square's middle: all far places are, and 5 % of the samples."""
+    clusters = recipe.clusters.Clusters(200, 0, 400)
+    grow = recipe.clusters.of_one(
+        lambda x: torch.eye(5)[torch.zeros(len(x)).long()] * 50 * (x - 0.5).norm(dim=1)[:, None]
+    )
+    found = recipe.clusters.detected(grow, grow(clusters.test_inputs), clusters, 30)
+    assert found["of far places"] == found["far places that are sure"] == found["of far and sure places"] == 1
+    assert 0.02 < found["of test samples"] < 0.09 and found["detected"] > 0.7
+    shrink = recipe.clusters.of_one(lambda x: -torch.ones(len(x), 5) * (x - 0.5).norm(dim=1)[:, None])
+    found = recipe.clusters.detected(shrink, shrink(clusters.test_inputs), clusters, 30)
+    assert found["of far places"] == found["far places that are sure"] == 0
+    assert "of far and sure places" not in found
+
+
 @pytest.mark.study
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
@@ -61,6 +81,16 @@ def test_smoke_on_images(tmp_path: Path) -> None:
         assert picture.size[0] > 1500 and len(picture.convert("L").getcolors()) > 50
     (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]
     assert rows["LRT, post hoc: median model"]["density"] == rows["pruned as LRT, post hoc"]["density"]
+
+
+@pytest.mark.study
+def test_smoke_of_the_flow(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    smoke("latent_binary.flow", "--data", data, "--output", tmp_path / "out")
+    (row,) = json.loads((tmp_path / "out" / "flow.json").read_text())["flow"]
+    assert 0 < row["z"] < 0.1 and row["density"] == 1 and row["left out"] == 0
+    assert row["full average, less LRT"] <= row["full average"]
 
 
 @pytest.mark.study
