@@ -880,8 +880,10 @@ class TestPredict:
         said = run_json("predict", copied, place / "train", *options, *shown)
         rows = table(out)
         assert said["rows"] == len(rows) == 36 and said["skipped"] == []
-        columns = "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty set"
-        assert list(rows[0]) == [*columns.split(), "flag", "reason", "tail"]
+        columns = (
+            "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty familiarity"
+        )
+        assert list(rows[0]) == [*columns.split(), "set", "flag", "reason", "tail"]
         files = [row["file"] for row in rows]
         assert files == sorted(f"{name}/{i}.png" for name in CLASSES for i in range(12))
 
@@ -902,6 +904,7 @@ class TestPredict:
         assert column(rows, "entropy") == pytest.approx(entropy, rel=1e-4, abs=1e-6)
         assert column(rows, "mutual_information") == pytest.approx(information, rel=1e-2, abs=1e-5)
         assert column(rows, "novelty") == pytest.approx(predictor.novelty(x).numpy(), rel=1e-3)
+        assert column(rows, "familiarity") == pytest.approx(prediction.familiarity().numpy(), abs=1e-5)
         referral = uq.Referral(rate)
         tail, reasons = referral.tail(prediction), referral.reasons(prediction)
         named = ["+".join(name for name in reasons if reasons[name][i]) for i in range(36)]
@@ -1019,8 +1022,10 @@ def test_a_regression_from_fit_to_intervals(place: Path, tmp_path: Path) -> None
     options = ["--head sampling --n-samples 5 --level 0.5"]
     run("predict", file, f"{code}:points", *line, "-o", out, *options)
     rows = table(out)
-    columns = "file mean standard_deviation epistemic_variance lower upper novelty flag reason tail"
-    assert list(rows[0]) == columns.split()
+    columns = (
+        "file mean standard_deviation epistemic_variance lower upper novelty familiarity flag reason tail"
+    )
+    assert list(rows[0]) == columns.split() and {row["familiarity"] for row in rows} == {""}
     assert [row["file"] for row in rows] == [str(i) for i in range(40)]
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(2))
     model = nn.Linear(2, 1)

@@ -646,8 +646,8 @@ def test_maps_of_values(city: Path, tmp_path: Path) -> None:
     )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    columns = "file mean standard_deviation epistemic_variance lower upper novelty largest_standard_deviation"
-    assert " ".join(rows[0]).startswith(columns)
+    columns = "file mean standard_deviation epistemic_variance lower upper novelty familiarity"
+    assert " ".join(rows[0]).startswith(f"{columns} largest_standard_deviation")
     name = rows[0]["file"].rpartition(".")[0] + ".npy"
     found = {kind: np.load(maps / kind / name) for kind in ("mean", "lower", "upper", "novelty")}
     assert found["mean"].shape == (1, SIZE, SIZE) and found["novelty"].shape == (SIZE, SIZE)

@@ -571,12 +571,14 @@ def predict(
     """Predict DATA with the posterior in FILE, into a CSV with one row for each image, or row of a table.
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
-    head does not know it), set, the classes that hold the right one with the probability --level. Of values: file,
-    mean, standard_deviation, epistemic_variance, lower, upper. Of pixels: file, label_1, share_1, ... of the classes
-    that cover most of the image, means of the scores over its pixels, the largest of each; of values at pixels means
-    over these; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
-    reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by the
-    held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
+    head does not know it), novelty and familiarity, set, the classes that hold the right one with the probability
+    --level. Of values: file, mean, standard_deviation, epistemic_variance, lower, upper, novelty and familiarity. Of
+    pixels: file, label_1, share_1, ... of the classes that cover most of the image, means of the scores over its
+    pixels, the largest of each; of values at pixels means over these; --maps writes them pixel by pixel. At the end
+    flag, 1 for an image to hand to a person and 0 for others, reason, the scores that refer it, and tail, the share of
+    familiar inputs that are at least as extreme. Familiarity (the p-value of novelty), set, flag, reason and tail are
+    by the held-out scores that calibrate keeps in FILE, and empty without. The CSV appears under its name when
+    complete.
 
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv

@@ -43,6 +43,7 @@ from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.maps import LabelMapPrediction, MapPrediction
 from posthoc_uq.likelihoods.positions import AtPositions, PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -252,9 +253,11 @@ class PredictionTable:
             columns[f"{'share' if pixels else 'probability'}_{i}"] = _numbers(numbers)
         scores = prediction.scores()
         shown = ["entropy", "mutual_information"]
-        shown += [] if prediction.novelty_ratio is None else ["novelty"]
         for name in shown:
             columns[name] = _numbers(scores[name].tolist()) if name in scores else [""] * len(prediction)
+        if prediction.novelty_ratio is not None:
+            shown.append("novelty")
+            columns |= _novelty(prediction)
         if pixels:
             maps = cast(AtPositions, prediction)
             known = maps.scores_by_position()
@@ -284,13 +287,23 @@ class PredictionTable:
             for name, values in found.items()
         }
         if prediction.novelty_ratio is not None:
-            columns["novelty"] = _numbers(prediction.scores()["novelty"].tolist())
+            columns |= _novelty(prediction)
         if maps is not None:
             for name in (
                 name for name in ("standard_deviation", "novelty") if name in maps.scores_by_position()
             ):
                 columns[f"largest_{name}"] = _numbers(maps.per_input(name, "largest").tolist())
         return columns
+
+
+def _novelty(prediction: Prediction) -> dict[str, Sequence[str]]:
+    """The novelty of each input, and its familiarity, which is empty without held-out novelties."""
+    promises = prediction.promises
+    known = isinstance(promises, ConformalScores) and "novelty" in promises.inputs
+    return {
+        "novelty": _numbers(prediction.scores()["novelty"].tolist()),
+        "familiarity": _numbers(prediction.familiarity().tolist()) if known else [""] * len(prediction),
+    }
 
 
 def _flags(by_score: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
