@@ -439,8 +439,8 @@ def _with_variance_factor(predictor: Predictor, data: _HeldOut, progress: bool) 
     )
     trials = [Trial(settings, loss), Trial(changed, loss + gained)]
     searched = Trials("likelihood", ("prior_precision", "noise_scale"), trials, chosen=trials[1])
-    like = ", like the weights' variance," if weighted else ""
-    how = f"times {factor:.4g}{like} by the likelihood of {labels:,} held-out labels"
+    also = ", as are the weights' variances" if weighted else ""
+    how = f"{factor:.4g} times that before, by the likelihood of {labels:,} held-out labels{also}"
     new = posterior.at(trials[1].settings).noted(tuning={"noise variance": how})
     warn_of_little_noise(new, labels)
     return new.replaced(history=replace(new.history, trials=searched))

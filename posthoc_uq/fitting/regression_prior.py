@@ -152,7 +152,7 @@ def _recorded(
         f"{width.divergence:.3g} nats from the network on {samples} training inputs"
     )
     how["noise variance"] += (
-        f"; times {factor:.3g}, like the weights' variance, so that their total is that error"
+        f"; {factor:.3g} times that, as are the weights' variances, so that their total is that error"
     )
     trials = Trials("faithful", ("prior_precision",), tried)
     trials.chosen = next(trial for trial in tried if trial.settings == found)
