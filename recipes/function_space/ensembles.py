@@ -1,6 +1,6 @@
 """Tables 1 to 3 of Rudner et al. (2022) in small: networks, posteriors, and ensembles of both.
 
-python -m recipes.function_space.ensembles            clothes and digits, three seeds; not timed
+python -m recipes.function_space.ensembles            clothes and digits, three seeds; 20 minutes
 python -m recipes.function_space.ensembles --smoke    a few images, one epoch; seconds
 
 5,000 images of FashionMNIST (table 1) and 3,500 digits of MNIST in place of CIFAR-10 (table 2); test
