@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import re
 import shlex
@@ -84,6 +85,22 @@ def check_script(arguments: list[str]) -> None:
     assert script.is_file(), arguments
     for option in arguments[1:]:
         assert not option.startswith("--") or f'"{option}"' in sources, arguments
+
+
+def test_every_figure_beside_the_papers_has_its_command_and_its_time() -> None:
+    with (ROOT / "docs" / "tables" / "papers.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        command = row["command"]
+        assert row["number"] and row["here"] and row["in the paper"], row
+        if row["here"] == "not measured":
+            assert row["why they differ, or what differs"] and not command, row
+            continue
+        assert row["time on one free core"], row
+        scripts = re.findall(r"python ([^;]*)", command)
+        assert scripts or command.startswith("as the row"), row
+        for script in scripts:
+            check_script(shlex.split(re.split(r", (?:and )?with | \(", script)[0]))
 
 
 @pytest.mark.parametrize("page", PAGES)
