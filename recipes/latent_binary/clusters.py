@@ -1,8 +1,8 @@
 """Section 5.3 of the latent binary paper: how sure networks are between and around five clusters in the plane.
 
-    python -m recipes.latent_binary.clusters                   three sizes, two data sets each; about ten minutes
-    python -m recipes.latent_binary.clusters --sizes 10 200    what figures 9 and 10 need; ten minutes
-    python -m recipes.latent_binary.clusters --smoke           seconds
+    python -m recipes.latent_binary.clusters           three sizes, two data sets each; half an hour
+    python -m recipes.latent_binary.clusters --sizes 10 200 --seeds 1    figures 9 and 10; ten minutes
+    python -m recipes.latent_binary.clusters --smoke   seconds
 
 Five Gaussians, 10, 50 or 200 samples of each, scaled into the unit square; a network 2-1000-5 with ReLU. Of the five
 covariances that the paper prints four are none: they are not symmetric, or not positive. Here each printed matrix M

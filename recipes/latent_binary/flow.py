@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = parser(__doc__, "latent_binary", "few images, one epoch")
     add_options(command)
     add = command.add_argument
-    add("--seeds", type=int, default=2, help="networks")
+    add("--seeds", type=int, default=2, help="networks; larger flows and other rates with the first")
     add("--network-epochs", type=int, default=10, help="of the plain training")
     add("--epochs", type=int, default=6, help="of a latent binary network")
     add("--inclusion-lr", type=float, default=0.1, help="large, since there are few steps")
