@@ -337,9 +337,9 @@ def test_a_search_changes_nothing(how: str, meddling: Any, tmp_path: Path) -> No
         busy, calls = True, calls + 1
         assert _same(predictor(x), before) and posterior.settings == settings
         assert posterior.history == history
-        if calls == 5:
+        if calls == 3:
             uq.save(posterior, tmp_path / "meanwhile.h5")
-        if calls == 6 and how == "fails":
+        if calls == 4 and how == "fails":
             raise OSError("the disk is gone")
         busy = False
 
@@ -351,7 +351,7 @@ def test_a_search_changes_nothing(how: str, meddling: Any, tmp_path: Path) -> No
     else:
         found = uq.tune(posterior, batch, criterion=how, progress=False)
     WHILE_RUNNING.clear()
-    assert calls > 5
+    assert calls > 3  # how many trials there are may depend on rounding
     loaded = uq.load(tmp_path / "meanwhile.h5", model)
     assert loaded.settings == settings and loaded.history.head == history.head
     assert posterior.settings == settings and posterior.history == history
