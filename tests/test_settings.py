@@ -337,9 +337,9 @@ def test_a_search_changes_nothing(how: str, meddling: Any, tmp_path: Path) -> No
         busy, calls = True, calls + 1
         assert _same(predictor(x), before) and posterior.settings == settings
         assert posterior.history == history
-        if calls == 3:
+        if calls == 5:
             uq.save(posterior, tmp_path / "meanwhile.h5")
-        if calls == 4 and how == "fails":
+        if calls == 6 and how == "fails":
             raise OSError("the disk is gone")
         busy = False
 
@@ -349,9 +349,10 @@ def test_a_search_changes_nothing(how: str, meddling: Any, tmp_path: Path) -> No
         with pytest.raises(OSError, match="disk"):
             uq.tune(posterior, batch, progress=False)
     else:
-        found = uq.tune(posterior, batch, criterion=how, progress=False)
+        for _ in range(2):  # rounding decides whether one search runs the model five times or six
+            found = uq.tune(posterior, batch, criterion=how, progress=False)
     WHILE_RUNNING.clear()
-    assert calls > 3  # how many trials there are may depend on rounding
+    assert calls > 5
     loaded = uq.load(tmp_path / "meanwhile.h5", model)
     assert loaded.settings == settings and loaded.history.head == history.head
     assert posterior.settings == settings and posterior.history == history

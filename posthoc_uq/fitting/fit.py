@@ -424,11 +424,8 @@ def _method_with_options(
     """
     of_method = dict(options)
     kind = type(likelihood)
-    foreign = [
-        name
-        for name in inspect.signature(kind).parameters
-        if name in options and not (isinstance(method, str) and has_option(method, name))
-    ]
+    unknown = [name for name in options if not (isinstance(method, str) and has_option(method, name))]
+    foreign = [name for name in unknown if name in inspect.signature(kind).parameters]
     if foreign:
         written = ", ".join(f"{name}=..." for name in foreign)
         raise PosthocUQError(

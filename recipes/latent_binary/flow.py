@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.trained.variational import LatentBinaryBlock
 from recipes.common import by_row, looked_at, parsed, parser, predicted, report, table
 from recipes.fashion_mnist.data import Labelled, add_options, load
 from recipes.latent_binary.images import drawn
@@ -49,15 +50,20 @@ def without_flow(posterior: uq.Posterior) -> uq.Posterior:
     return posterior.with_blocks(blocks)
 
 
+def blocks_of(posterior: uq.Posterior) -> list[LatentBinaryBlock]:
+    """Those with inclusion probabilities, which all are."""
+    return [block for block in posterior.blocks.values() if isinstance(block, LatentBinaryBlock)]
+
+
 def of_weights(posterior: uq.Posterior) -> dict[str, float]:
     """Density, spread of z, and what the median model leaves out."""
-    scales = [block.scale.tensors for block in posterior.blocks.values() if block.scale is not None]  # type: ignore[attr-defined]
+    scales = [block.scale.tensors for block in blocks_of(posterior) if block.scale is not None]
     found = {"density": uq.sparse.summary(posterior).density}
     if scales:
         found["z"] = float(torch.cat([t["z_variance"].sqrt() / t["z_mean"].abs() for t in scales]).median())
     all_of = left = 0.0
-    for block in without_flow(posterior).blocks.values():
-        inclusion, size = block.inclusion, block.inclusion * block.means.square()  # type: ignore[attr-defined]
+    for block in blocks_of(without_flow(posterior)):
+        inclusion, size = block.inclusion, block.inclusion * block.means.square()
         all_of, left = all_of + float(size.sum()), left + float(size[inclusion <= 0.5].sum())
     return found | {"left out": left / all_of}
 
@@ -71,7 +77,7 @@ def right(model: torch.nn.Module, posterior: uq.Posterior, part: Labelled) -> Te
 def told(model: torch.nn.Module, posterior: uq.Posterior, part: Labelled) -> dict[str, Tensor]:
     """The same by each prediction."""
     found = {"full average": posterior, "median model": uq.sparse.median(posterior)}
-    if any(block.scale is not None for block in posterior.blocks.values()):  # type: ignore[attr-defined]
+    if any(block.scale is not None for block in blocks_of(posterior)):
         fixed = without_flow(posterior)
         found |= {"full average, fixed z": fixed, "median model, fixed z": uq.sparse.median(fixed)}
     return {name: right(model, each, part) for name, each in found.items()}
