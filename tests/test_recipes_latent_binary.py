@@ -103,7 +103,9 @@ def test_smoke_on_tables(tmp_path: Path) -> None:
 
 def test_words_become_numbers_and_folds_are_standardised(recipe: Namespace) -> None:
     rows = [["b", "3", "no"], ["a", "0", "yes"], ["b", "8", "no"], ["a", "1", "yes"]]
-    inputs, classes = recipe.tabular.encoded(rows, (0,))
+    plain, _ = recipe.tabular.encoded(rows, (0,), logarithms=False)
+    assert plain.tolist() == [[0, 1, 3], [1, 0, 0], [0, 1, 8], [1, 0, 1]]
+    inputs, classes = recipe.tabular.encoded(rows, (0,), logarithms=True)
     expected = [[0, 1, np.log(4)], [1, 0, 0], [0, 1, np.log(9)], [1, 0, np.log(2)]]
     np.testing.assert_allclose(inputs, expected)
     assert classes.tolist() == [0, 1, 0, 1]

@@ -46,15 +46,15 @@ NETWORKS = {"dense": dense, "lenet": lenet}
 class Batches:
     """Batches of images and labels in memory, in another order every time: of torch's own generator, or of a seed."""
 
-    def __init__(self, part: Labelled, seed: int | None = None) -> None:
-        self.part = part
+    def __init__(self, part: Labelled, seed: int | None = None, size: int = BATCH) -> None:
+        self.part, self.size = part, size
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return -(-len(self.part.labels) // BATCH)
+        return -(-len(self.part.labels) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return common.in_random_order(*self.part, BATCH, self._generator)
+        return common.in_random_order(*self.part, self.size, self._generator)
 
 
 def new(name: str, seed: int) -> nn.Module:
@@ -64,10 +64,12 @@ def new(name: str, seed: int) -> nn.Module:
         return NETWORKS[name]()
 
 
-def train(model: nn.Module, part: Labelled, epochs: int, rate: float, seed: int) -> None:
+def train(
+    model: nn.Module, part: Labelled, epochs: int, rate: float, seed: int, batch_size: int = BATCH
+) -> None:
     """Plain training in place: Adam, with a cosine schedule."""
     optimiser = torch.optim.Adam(model.parameters(), rate)
-    loader = Batches(part)
+    loader = Batches(part, size=batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, epochs * len(loader)))
     model.train()
     with torch.random.fork_rng():
