@@ -107,7 +107,7 @@ def test_same_law_as_equation_six(seed: int):
 
     With ``W = I + Vs C Vs^T`` the paper's factor is ``D^-1/2 W^-1``, whose covariance is right if ``W^T W = I
     + Vs Vs^T``; that asks for ``B^T B = I + A^T A``, where the text prints ``B B^T = I + Vs^T Vs``. As
-    printed the law is another one, off by 0.2 to 0.7 % of the largest entry.
+    printed the law is another one, off by 0.2 to 0.7 % of the largest entry in these four layers.
     """
     generator = torch.Generator().manual_seed(seed)
     m, n, a, g = 3, 4, 2, 2

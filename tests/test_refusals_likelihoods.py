@@ -58,13 +58,22 @@ ROWS = {
     # labels and targets of a fit
     "labels of another type": Row(lambda: fit(loader=[(X, Y.float())]), "integers of shape"),
     "labels in a column": Row(lambda: fit(loader=[(X, Y[:, None])]), r"pass y\.squeeze\(1\)"),
+    "labels from 1": Row(lambda: fit(loader=[(X, Y + 1)]), r"pass y - 1\.$"),
+    "ordered labels from 1": Row(
+        lambda: check(uq.Ordinal(), (4, 2), torch.tensor([1, 2, 3, 1])), r"in 0\.\.2\. They count from 1: pass y - 1"),
+    "integers, one-hot": Row(
+        lambda: fit(loader=[(X, torch.nn.functional.one_hot(Y, 3))]), r"one-hot: pass y\.argmax\(1\)"),
     "labels as zeros": Row(lambda: fit(loader=[(X, 0.0 * Y)]), r"batch\[1\]\.long\(\)"),
     "too few labels": Row(lambda: fit(loader=[(X, Y[1:])]), r"of shape \(11,\)"),
     "three binary labels": Row(lambda: fit(loader=[(X, Y)], **BINARY), "must be 0 or 1"),
     "the batch of a label": Row(lambda: fit(loader=[(X, Y), (X, Y + 5)]), "Batch 1: .*from 5"),
     "one output of classes": Row(lambda: fit(net(outputs=1)), "likelihood='binary'"),
     "three outputs of one label": Row(lambda: fit(likelihood="binary"), "'binary' needs outputs"),
-    "targets of another shape": Row(lambda: fit(loader=[(X, X)], **REGRESSION), "do not fit outputs"),
+    "targets of another shape": Row(
+        lambda: fit(loader=[(X, X)], **REGRESSION), "do not fit outputs of shape .* choose the columns"),
+    "labels of a regression": Row(
+        lambda: fit(loader=[(X, Y)], **REGRESSION), "if the targets are classes, leave likelihood= out"),
+    "targets as the method": Row(lambda: uq.fit(net(), X, Y), r"one argument: uq\.fit\(model, \[\(inputs"),
     "targets without numbers": Row(
         lambda: fit(loader=[(X, torch.full((12, 2), NAN))], **REGRESSION), "targets are not finite"),
     "no error at all": Row(

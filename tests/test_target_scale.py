@@ -188,6 +188,23 @@ def test_constant_or_unknown_targets_have_no_scale() -> None:
         )
 
 
+def test_the_scale_of_weights_changes_no_warning_of_other_units() -> None:
+    model, targets, read = (
+        mlp(2, dtype=torch.float64),
+        own_units(STANDARD),
+        {"batch_to_weights": lambda b: b[2]},
+    )
+    spread = torch.linspace(0.5, 1.5, len(X), dtype=torch.float64)
+    for scale in (0.01, 100.0):
+        with pytest.warns(UserWarning, match="Output 0 of the network lies"):
+            data = [(X, targets, scale * spread)]
+            uq.fit(model, data, "diag", likelihood="regression", progress=False, **read)
+    with warnings.catch_warnings():  # two samples are few, whatever they weigh
+        warnings.simplefilter("error")
+        data = [(X[:2], targets[:2], torch.full((2,), 50.0))]
+        uq.fit(model, data, "diag", likelihood="regression", prior_precision=1.0, progress=False, **read)
+
+
 def test_targets_in_other_units_than_the_networks_are_warned_of() -> None:
     model = mlp(2, dtype=torch.float64)
     with pytest.warns(

@@ -40,7 +40,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     With it, names are the same with and without these wrappers, and nothing runs on several devices at once.
     """
     if not isinstance(model, nn.Module):
-        raise PosthocUQError(f"The model must be a torch.nn.Module, not a {type(model).__name__}.")
+        raise PosthocUQError(
+            f"The model must be a torch.nn.Module, not a {type(model).__name__}; it is the first argument of uq.fit "
+            f"and uq.wrap, and the second of uq.load."
+        )
     parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
     inner = getattr(model, _PARALLEL if parallel else _COMPILED, None)
     return unwrap(inner) if isinstance(inner, nn.Module) else model

@@ -777,9 +777,9 @@ def sums_of_residuals(
     progress: bool,
 ) -> dict[str, Tensor] | None:
     """Over the data, by a forward pass: of each output, ``(outputs,)`` in float64 on the CPU, the weighted sum of the
-    ``"squares"`` of its residuals, the ``"count"`` of its targets (the sum of their weights, if they have some), and
-    the weighted sum of the ``"residuals"`` themselves; None without targets. Of outputs with positions those of each
-    channel, where every position is a sample.
+    ``"squares"`` of its residuals, the ``"count"`` of its targets (the sum of their weights, if they have some), the
+    weighted sum of the ``"residuals"`` themselves, and the sum of the ``"squared weights"``; None without targets. Of
+    outputs with positions those of each channel, where every position is a sample.
 
     Args:
         likelihood: a regression, or several heads of which some are one.
@@ -806,13 +806,15 @@ def sums_of_residuals(
             residuals = residuals.reshape(samples, -1) if layout is None else layout.rows(residuals)
             known = likelihood.target_counts(outputs, batch.targets)
             known = torch.ones_like(residuals) if known is None else known
-            parts = torch.stack([residuals.square(), known, residuals], 1)
+            of_rows = None if weights is None else weights.of_rows(len(residuals))
+            squares = weighted(known.square(), of_rows)  # once more below
             sums, *faults = on_host(
-                weighted(parts, None if weights is None else weights.of_rows(len(parts))).sum(0),
+                weighted(torch.stack([residuals.square(), known, residuals, squares], 1), of_rows).sum(0),
                 *([] if fault is None else [fault]),
             )
             if any(faults):
                 likelihood.check(outputs, batch.targets)
             total = sums if total is None else total + sums
             bar.advance(samples)
-    return None if total is None else dict(zip(("squares", "count", "residuals"), total, strict=True))
+    names = ("squares", "count", "residuals", "squared weights")
+    return None if total is None else dict(zip(names, total, strict=True))

@@ -120,6 +120,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
                     f"model as it was then."
                 )
             raise PosteriorMismatchError(
-                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again after training."
+                f"The values of parameter '{name}' are not those the posterior was fitted on; load the weights of "
+                f"that model, or fit again if this one was trained since."
             )
     check_buffers(posterior.buffers_fingerprint, model)

@@ -118,7 +118,7 @@ if TYPE_CHECKING:
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
 _USUAL = "inf"  # the method where nobody names one
 _SHIFTED = 0.5  # of the mean squared residual: beyond it the squared mean residual says that the units differ
-_ENOUGH_TARGETS = 20  # for that
+_ENOUGH_TARGETS = 20  # for that; of unequal weights as many as count
 FEW_WEIGHTS, ENOUGH_ROWS = 700, 60  # up to and from which "full" is the method of a regression
 
 
@@ -773,7 +773,8 @@ def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
             f"uq.Gaussian(noise_variance=..., missing='ignore'), or a model without this output."
         )
     variance, shift = sums["squares"] / count, sums["residuals"] / count
-    shifted = (count >= _ENOUGH_TARGETS) & (shift.square() > _SHIFTED * variance)
+    effective = count.square() / sums["squared weights"]  # the number of targets, if all weigh the same
+    shifted = (effective >= _ENOUGH_TARGETS) & (shift.square() > _SHIFTED * variance)
     if isinstance(task.likelihood, Gaussian) and bool(shifted.any()):
         output = int(shifted.nonzero()[0])
         spread = float((variance - shift.square())[output].clamp(min=0).sqrt())

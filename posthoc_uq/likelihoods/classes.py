@@ -33,6 +33,7 @@ from posthoc_uq.likelihoods.labels import (
     LabelLayout,
     are_probabilities,
     are_soft,
+    from_one,
     in_whole_numbers,
     outside,
     soft_log_prob,
@@ -180,12 +181,14 @@ class Categorical(Likelihood):
                 f"{in_whole_numbers(targets)}"
             )
         classes = outputs.shape[1]
+        without = (
+            " Leave samples without a label out of the loader: ignore_index= is for outputs with positions."
+        )
         yield (
             outside(targets, classes).any(),
             lambda: (
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
-                f"they must lie in 0..{classes - 1}. Leave samples without a label out of the loader: ignore_index= is "
-                f"for outputs with positions."
+                f"they must lie in 0..{classes - 1}.{from_one(targets, classes) or without}"
             ),
         )
 

@@ -243,7 +243,10 @@ def quantile(scores: HeldOutScores, level: float, of: str = "") -> float:
         PosthocUQError: the level is not in (0, 1), or more samples are needed for it.
     """
     if not 0 < level < 1:
-        raise PosthocUQError(f"The level of a promise must be strictly between 0 and 1, not {level}.")
+        raise PosthocUQError(
+            f"The level must be strictly between 0 and 1, not {level}"
+            f"{f'; for {level:g} % give {level / 100:g}' if 1 < level < 100 else ''}."
+        )
     rank = ceil((scores.count + scores.each) * level - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
@@ -770,5 +773,6 @@ def applying(promises: ConformalScores | str | None) -> ConformalScores:
         return promises
     raise PosthocUQError(
         promises
-        or "A promise needs held-out scores; store them by uq.calibrate(posterior, val_loader), and predict again."
+        or "The posterior has no held-out scores, which guaranteed sets, familiarity and referral need: posterior = "
+        "uq.calibrate(posterior, val_loader), then wrap the model with that one."
     )

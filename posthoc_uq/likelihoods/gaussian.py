@@ -307,8 +307,10 @@ class Gaussian(_Normals):
             )
         if targets is not None and outputs.ndim == 2 and targets.numel() == len(outputs) < outputs.numel():
             raise PosthocUQError(
-                f"The model has {outputs.shape[1]} outputs, and there is one target a sample; if they are quantiles of "
-                f"it, pass likelihood=uq.Quantiles([...]), and if one of them is its mean, name it by output=."
+                f"The model has {outputs.shape[1]} outputs, and there is one target a sample; "
+                f"{'' if targets.is_floating_point() else 'if the targets are classes, leave likelihood= out; '}if the "
+                f"outputs are its quantiles, pass likelihood=uq.Quantiles([...]), and if one of them is its mean, name "
+                f"it by output=."
             )
         self.check_scale(size)
         yield from super().faults(outputs, targets)

@@ -78,12 +78,21 @@ def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
 
 
 def in_whole_numbers(targets: Tensor) -> str:
-    """Advice on labels that are refused, but are whole numbers of another type or shape; else nothing."""
+    """Advice on labels that are refused, but are whole numbers of another type or shape, or one-hot; else nothing."""
+    if not targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] > 1:
+        one_hot = bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())
+        return " They are one-hot: pass y.argmax(1)." if one_hot else ""
     floats, column = targets.is_floating_point(), targets.ndim > 1 and targets.shape[1] == 1
     if (not floats and not column) or (floats and not bool((targets == targets.round()).all())):
         return ""
     change = f"{'.long()' if floats else ''}{'.squeeze(1)' if column else ''}"
     return f" They are whole numbers: pass y{change}, or batch_to_targets=lambda batch: batch[1]{change}."
+
+
+def from_one(targets: Tensor, classes: int) -> str:
+    """Advice on labels that run from 1 to the number of classes; else nothing."""
+    counted = bool(targets.min() == 1) and bool(targets.max() == classes)
+    return " They count from 1: pass y - 1." if counted else ""
 
 
 def outside(targets: Tensor, classes: int) -> Tensor:

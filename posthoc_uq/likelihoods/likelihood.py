@@ -185,7 +185,8 @@ class Likelihood:
         one_an_output = self.defines("log_terms")
         if targets.shape[:1] != outputs.shape[:1] or (one_an_output and targets.numel() != outputs.numel()):
             raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
+                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}"
+                f"{', one for each; choose the columns that the model predicts' if one_an_output else ''}."
             )
         yield self._not_finite(targets), lambda: self._not_finite_in_words(targets)
 

@@ -19,7 +19,7 @@ from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
-from posthoc_uq.likelihoods.labels import in_whole_numbers, outside
+from posthoc_uq.likelihoods.labels import from_one, in_whole_numbers, outside
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import check_probability
 
@@ -114,7 +114,7 @@ class Ordinal(Likelihood):
             outside(targets, classes).any().to(outputs.device),
             lambda: (
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but there are {classes} ordered "
-                f"classes; labels must lie in 0..{classes - 1}."
+                f"classes; labels must lie in 0..{classes - 1}.{from_one(targets, classes)}"
             ),
         )
 

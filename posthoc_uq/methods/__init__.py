@@ -131,6 +131,7 @@ def method_of(
     if not isinstance(method, str) or method not in METHODS:
         raise PosthocUQError(
             f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}.{_meant(method)}"
+            f"{' The data are one argument: uq.fit(model, [(inputs, targets)]).' if hasattr(method, 'shape') else ''}"
         )
     kind = METHODS[method]
     check_names(f"method={method!r}", chosen, (f.name for f in fields(kind)), others)

@@ -213,6 +213,8 @@ def at_ranks(series: dict[str, Tensor]) -> dict[str, float]:
     hundreds = series["accuracy by hundreds"]
     parts = (hundreds[: len(hundreds) // 2], *hundreds[len(hundreds) // 2 :].tensor_split(5))
     titles = ("surest half", *(f"tenth {tenth}" for tenth in range(6, 11)))
+    if float(series["largest probability"][0] - series["largest probability"][-1]) < 1e-3:
+        return values  # equal for all: they have no order
     return values | {
         f"accuracy, {name}": float(part.mean()) for name, part in zip(titles, parts, strict=True)
     }
@@ -324,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             detections.append({})
             for name, predict in found.items():
                 results[-1][name] = scored(predict, tested[name], clusters, options.resolution)
-                detections[-1][name] = detected(predict, tested[name], clusters, 2 * options.resolution)
+                if name != "truth":  # it has no outputs but the logarithms of probabilities
+                    detections[-1][name] = detected(predict, tested[name], clusters, 2 * options.resolution)
             if seed == 0:
                 kept[size], sets[size], series_of[size] = found, clusters, curves
             print(size, seed, results[-1], ranks[-1], detections[-1], flush=True)

@@ -187,17 +187,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     epochs = {"random": options.random_epochs, "trained": options.trained_epochs}
     with looked_at():
         tables = {name: folds(*load(name), options.folds) for name in options.sets}
-    pages: list[str] = []
+    pages: dict[str, str] = {}
     content: dict[str, Any] = {}
     for name, splits in tables.items():
         results: list[dict[str, dict[str, Any]]] = []
         for seed, split in enumerate(splits):
             results.append(rows_of_fold(split, epochs, seed))
             content[name] = {row: summarised([one[row] for one in results]) for row in results[0]}
-            page = table(content[name], ".4g", corner=name)
-            print(f"after fold {seed + 1} of {len(splits)}\n{page}", flush=True)
-        pages.append(page)
-    report(options, "tabular", "\n\n".join(pages), content)
+            pages[name] = table(content[name], ".4g", corner=name)
+            print(f"after fold {seed + 1} of {len(splits)}\n{pages[name]}", flush=True)
+    report(options, "tabular", "\n\n".join(pages.values()), content)
 
 
 if __name__ == "__main__":
