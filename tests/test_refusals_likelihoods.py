@@ -60,9 +60,13 @@ ROWS = {
     "labels in a column": Row(lambda: fit(loader=[(X, Y[:, None])]), r"pass y\.squeeze\(1\)"),
     "labels from 1": Row(lambda: fit(loader=[(X, Y + 1)]), r"pass y - 1\.$"),
     "ordered labels from 1": Row(
-        lambda: check(uq.Ordinal(), (4, 2), torch.tensor([1, 2, 3, 1])), r"in 0\.\.2\. They count from 1: pass y - 1"),
+        lambda: check(uq.Ordinal(), (4, 2), torch.tensor([1, 2, 3, 1])),
+        r"in 0\.\.2\. If they count from 1, pass y - 1\.$"),
     "integers, one-hot": Row(
         lambda: fit(loader=[(X, torch.nn.functional.one_hot(Y, 3))]), r"one-hot: pass y\.argmax\(1\)"),
+    "labels of pixels from 1": Row(
+        lambda: check(uq.Categorical(), (1, 2, 2, 2), torch.tensor([[[1, 2], [-100, 1]]])),
+        r"If they count from 1, pass y - 1\.$"),
     "labels as zeros": Row(lambda: fit(loader=[(X, 0.0 * Y)]), r"batch\[1\]\.long\(\)"),
     "too few labels": Row(lambda: fit(loader=[(X, Y[1:])]), r"of shape \(11,\)"),
     "three binary labels": Row(lambda: fit(loader=[(X, Y)], **BINARY), "must be 0 or 1"),

@@ -189,11 +189,8 @@ def test_constant_or_unknown_targets_have_no_scale() -> None:
 
 
 def test_the_scale_of_weights_changes_no_warning_of_other_units() -> None:
-    model, targets, read = (
-        mlp(2, dtype=torch.float64),
-        own_units(STANDARD),
-        {"batch_to_weights": lambda b: b[2]},
-    )
+    model, targets = mlp(2, dtype=torch.float64), own_units(STANDARD)
+    read: dict[str, Any] = {"batch_to_weights": lambda batch: batch[2]}
     spread = torch.linspace(0.5, 1.5, len(X), dtype=torch.float64)
     for scale in (0.01, 100.0):
         with pytest.warns(UserWarning, match="Output 0 of the network lies"):

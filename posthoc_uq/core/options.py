@@ -264,3 +264,15 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and tuple(value.shape):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return repr(value)[:80]
+
+
+def check_probability(name: str, value: float) -> float:
+    """The level of an interval or of a set, or of a quantile.
+
+    Raises:
+        PosthocUQError: it is not strictly between 0 and 1.
+    """
+    if not 0 < value < 1:
+        percent = f"; for {value:g} % give {value / 100:g}" if 1 < value < 100 else ""
+        raise PosthocUQError(f"{name} must be strictly between 0 and 1, not {value}{percent}.")
+    return value

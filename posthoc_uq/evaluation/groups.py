@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import Count, check_option
+from posthoc_uq.core.options import Count, check_option, check_probability
 
 _FOLDS, _STEPS, _RATE, _RIDGE, _TENTHS = 5, 20, 0.2, 2.0, 10  # of the estimate that ERT goes by
 _FIFTHS, _MAX_VALUES = 5, 6  # groups of a score; different values up to which each is a group
@@ -143,8 +143,7 @@ def coverage_excess_risk(
         ```
     """
     held_out = check_option("held_out", held_out, Count | None)
-    if not 0 < level < 1:
-        raise PosthocUQError(f"level must be strictly between 0 and 1, not {level}.")
+    check_probability("level", level)
     sizes = {name: tuple(values.shape) for name, values in features.items()}
     if not sizes or any(size != tuple(covered.shape) for size in sizes.values()) or covered.ndim != 1:
         raise PosthocUQError(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
+from posthoc_uq.core.options import Count, Natural, Seed, Unit, check_probability, one_of
 from posthoc_uq.core.outputs import MAX_HEADS
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
@@ -242,12 +242,7 @@ def quantile(scores: HeldOutScores, level: float, of: str = "") -> float:
     Raises:
         PosthocUQError: the level is not in (0, 1), or more samples are needed for it.
     """
-    if not 0 < level < 1:
-        raise PosthocUQError(
-            f"The level must be strictly between 0 and 1, not {level}"
-            f"{f'; for {level:g} % give {level / 100:g}' if 1 < level < 100 else ''}."
-        )
-    rank = ceil((scores.count + scores.each) * level - 1e-9)
+    rank = ceil((scores.count + scores.each) * check_probability("level", level) - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
         kind = of.rpartition(" ")[0]  # without its number

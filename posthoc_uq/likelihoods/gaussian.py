@@ -18,7 +18,7 @@ from torch.distributions import Normal, kl_divergence
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Magnitude, check_option, shown
+from posthoc_uq.core.options import LARGEST, Magnitude, check_option, check_probability, shown
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
@@ -31,7 +31,6 @@ from posthoc_uq.likelihoods.prediction import (
     Support,
     ValueTensors,
     by_input,
-    check_probability,
     interval_quality,
     sampling_generator,
 )

@@ -92,7 +92,7 @@ def in_whole_numbers(targets: Tensor) -> str:
 def from_one(targets: Tensor, classes: int) -> str:
     """Advice on labels that run from 1 to the number of classes; else nothing."""
     counted = bool(targets.min() == 1) and bool(targets.max() == classes)
-    return " They count from 1: pass y - 1." if counted else ""
+    return " If they count from 1, pass y - 1." if counted else ""
 
 
 def outside(targets: Tensor, classes: int) -> Tensor:
@@ -272,12 +272,13 @@ class LabelLayout(Layout):
         """What an error says of labels with a `fault`."""
         if targets.is_floating_point():
             return f"{NOT_SOFT} A position that does not count has zeros alone."
-        outside = targets[self._outside(targets, classes)].long()
-        wrong = int(outside.max())
+        wrong = int(targets[self._outside(targets, classes)].long().max())
+        counted = targets[targets.long() != self.ignore_index]
         return (
             f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
             f"labels must lie in 0..{classes - 1}, or be ignore_index={self.ignore_index}. If {wrong} marks positions "
             f"that do not count, say so: likelihood=uq.Categorical(..., ignore_index={wrong})."
+            f"{from_one(counted, classes)}"
         )
 
     def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:

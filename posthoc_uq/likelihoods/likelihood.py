@@ -19,7 +19,7 @@ from torch.distributions import Distribution
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import check_option, check_probability
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
@@ -32,7 +32,6 @@ from posthoc_uq.likelihoods.prediction import (
     Prediction,
     ValueTensors,
     by_input,
-    check_probability,
     check_rows,
     interval_quality,
     sampling_generator,

@@ -14,6 +14,7 @@ from torch.distributions import Normal
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import check_probability
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.draws import mean_of, moments_of_mixture
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
@@ -21,7 +22,6 @@ from posthoc_uq.likelihoods.positions import AtPositions
 from posthoc_uq.likelihoods.prediction import (
     Prediction,
     Unread,
-    check_probability,
     interval_quality,
     sampling_generator,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import LARGEST, check_option
+from posthoc_uq.core.options import LARGEST, check_option, check_probability
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
@@ -21,7 +21,6 @@ from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import from_one, in_whole_numbers, outside
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
-from posthoc_uq.likelihoods.prediction import check_probability
 
 _MIN_DISTANCE = (
     1e-4  # of neighbouring cumulative logits; nearer ones of a draw, or crossing ones, are moved to it

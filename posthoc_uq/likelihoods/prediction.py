@@ -696,17 +696,6 @@ def sampling_generator(n: int, generator: torch.Generator | None) -> torch.Gener
     return generator
 
 
-def check_probability(name: str, value: float) -> float:
-    """The level of an interval, or of a quantile.
-
-    Raises:
-        PosthocUQError: it is not strictly between 0 and 1.
-    """
-    if not 0 < value < 1:
-        raise PosthocUQError(f"{name} must be strictly between 0 and 1, not {value}.")
-    return value
-
-
 LEVELS = (0.5, 0.9, 0.95)
 """Of the intervals whose coverage is measured."""
 

@@ -19,7 +19,7 @@ from torch.distributions import Normal, kl_divergence
 
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import check_option, check_probability
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.conformal import INTERVAL_WIDTH, ConformalScores, Coverage, SetScore, TargetScores
@@ -34,7 +34,7 @@ from posthoc_uq.likelihoods.draws import (
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood
-from posthoc_uq.likelihoods.prediction import check_probability, interval_quality, sampling_generator
+from posthoc_uq.likelihoods.prediction import interval_quality, sampling_generator
 
 Level = Annotated[float, Gt(0), Lt(1)]
 

