@@ -1,5 +1,6 @@
 """Settings that all tests share, and the device of those that need one."""
 
+import signal
 from itertools import combinations
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A shell starts what runs in the background, and nohup everything, with these ignored; tests send them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def found_device() -> torch.device | None:
